@@ -1,0 +1,76 @@
+"""
+Federated sharded data parallelism for Hugging Face Trainer and Accelerate: FSDP2 or HSDP inside federation groups,
+averaging between them (FL+FSDP and FL+HSDP, arXiv 2609.20359).
+
+Importing this package imports nothing heavy and changes nothing, with one documented exception: in a process that
+`accelerate launch` started with an FSDP config on a machine without accelerators, it makes Accelerate honour FSDP2 on
+CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import environment
+
+
+if TYPE_CHECKING:
+    from .callback import FedAvgCallback
+    from .config import FederationConfig, FederationLayout
+    from .handshake import FederationMismatchError
+    from .lifecycle import shutdown
+    from .metrics import RoundMetrics
+    from .parallelism import FederatedParallelismConfig
+    from .plugin import FederatedFSDPPlugin
+    from .rounds import Border, Rounds
+    from .seams import UpstreamChangedError
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "Border": "rounds",
+    "FedAvgCallback": "callback",
+    "FederatedFSDPPlugin": "plugin",
+    "FederatedParallelismConfig": "parallelism",
+    "FederationConfig": "config",
+    "FederationLayout": "config",
+    "FederationMismatchError": "handshake",
+    "RoundMetrics": "metrics",
+    "Rounds": "rounds",
+    "UpstreamChangedError": "seams",
+    "shutdown": "lifecycle",
+}
+
+__all__ = [
+    "Border",
+    "FedAvgCallback",
+    "FederatedFSDPPlugin",
+    "FederatedParallelismConfig",
+    "FederationConfig",
+    "FederationLayout",
+    "FederationMismatchError",
+    "RoundMetrics",
+    "Rounds",
+    "UpstreamChangedError",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+if environment.launch_asks_for_fsdp() and environment.launched_fsdp_version() == 2:
+    import torch
+
+    if environment.launch_forces_cpu() or not torch.accelerator.is_available():
+        from .cpu import install
+
+        install()

@@ -1,0 +1,95 @@
+"""What all ranks of a Trainer run must agree on before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from .config import FederationConfig
+from .handshake import agree
+from .launch import check_launch, layout_for, stated_sizes
+from .versions import versions
+
+
+def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationConfig) -> None:
+    """
+    Checks that a Trainer can be federated, on all ranks alike. Collective over the world.
+
+    Args:
+        trainer (`Trainer`):
+            The Trainer.
+        callback_type (`type`):
+            Class of the callback, to find a second one.
+        config ([`FederationConfig`]):
+            The settings.
+
+    Raises:
+        ValueError: On every rank, if it cannot.
+        FederationMismatchError: On every rank, if the ranks were set up differently.
+    """
+    state = trainer.accelerator.state
+    error = None
+    try:
+        _check_trainer(trainer, callback_type)
+        layout_for(config, state.num_processes, stated_sizes(state.parallelism_config))
+    except ValueError as problem:
+        if state.num_processes == 1:
+            raise
+        error = str(problem)
+    agree("the federation", {**vars(config), **versions()}, error)
+
+
+def agree_on_training(trainer: Trainer) -> None:
+    """
+    Compares the schedule of a Trainer over all ranks. Collective over the world.
+
+    Args:
+        trainer (`Trainer`):
+            The Trainer, prepared, with the callback handler's references set.
+
+    Raises:
+        FederationMismatchError: On every rank, if the ranks plan different schedules.
+    """
+    args, state = trainer.args, trainer.state
+    dataloader = trainer.callback_handler.train_dataloader
+    agree(
+        "the training schedule",
+        {
+            "max_steps": state.max_steps,
+            "num_train_epochs": state.num_train_epochs,
+            "batches in an epoch": len(dataloader) if has_length(dataloader) else None,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "logging_steps": (str(args.logging_strategy), state.logging_steps),
+            "eval_steps": (str(args.eval_strategy), state.eval_steps),
+            "save_steps": (str(args.save_strategy), state.save_steps),
+            "max_grad_norm": args.max_grad_norm,
+            "average_tokens_across_devices": args.average_tokens_across_devices,
+        },
+    )
+
+
+def _check_trainer(trainer: Trainer, callback_type: type) -> None:
+    args: Any = trainer.args
+    check_launch(trainer.accelerator.state)
+    given = sum(isinstance(callback, callback_type) for callback in trainer.callback_handler.callbacks)
+    if given > 1:
+        raise ValueError(f"{callback_type.__name__} was given {given} times to one Trainer. Give it once.")
+    if trainer.accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True lets rank 0 read for all ranks and send every batch across the federation groups. "
+            "Set accelerator_config={'dispatch_batches': False}: each rank then reads its own part."
+        )
+    if args.enable_jit_checkpoint:
+        raise ValueError(
+            "enable_jit_checkpoint=True saves from a timer of each rank, inside a round and not on all ranks at once. "
+            "Set it to False and save with save_steps."
+        )
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "The model was sharded when it was loaded (distributed_config), so FSDP2 does not shard it inside "
+            "federation groups. Load it without distributed_config."
+        )
+    if trainer.train_dataset is not None and has_length(trainer.train_dataset) and len(trainer.train_dataset) == 0:
+        raise ValueError("The train_dataset is empty. Give it at least one sample.")

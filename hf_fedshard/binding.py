@@ -1,0 +1,262 @@
+"""The one place that reaches into a Trainer instance."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler
+
+from .config import FederationConfig
+from .data import endless_if_sharded_by_files, keep_generators_in_step, refuse_dispatched_batches
+from .group_ops import GroupOps
+from .parallelism import FederatedParallelismConfig
+from .seams import Patches, check_seam
+from .session import TrainingSession
+
+
+Method = Callable[..., Any]
+
+TRAINER_SEAMS = {
+    "train": ("resume_from_checkpoint",),
+    "get_train_dataloader": (),
+    "_get_num_items_in_batch": ("batch_samples", "device"),
+    "log": ("logs",),
+    "evaluate": ("eval_dataset",),
+    "predict": ("test_dataset",),
+    "save_model": ("output_dir", "_internal_call"),
+    "_save_checkpoint": ("model", "trial"),
+}
+ACCELERATOR_SEAMS = {
+    "gather": ("tensor",),
+    "gather_for_metrics": ("input_data", "use_gather_object"),
+    "reduce": ("tensor", "reduction", "scale"),
+    "pad_across_processes": ("tensor", "dim", "pad_index", "pad_first"),
+    "wait_for_everyone": (),
+}
+HANDLER_SEAMS = {"call_event": ("event", "args", "state", "control")}
+SEAMS = ((Trainer, TRAINER_SEAMS), (Accelerator, ACCELERATOR_SEAMS), (CallbackHandler, HANDLER_SEAMS))
+
+
+def trainer_under_construction() -> Trainer | None:
+    """
+    The Trainer whose constructor is running: `on_init_end` tells a callback everything but its Trainer.
+
+    Returns:
+        `Trainer` or `None`: The innermost one on the call stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer) and frame.f_code.co_name == "__init__":
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class TrainerBinding:
+    """
+    Keeps what a Trainer does inside the federation groups, by replacing bound methods on this one instance.
+
+    - `train`: puts the federation in force before and takes it back after, also after an exception.
+    - `get_train_dataloader`: each rank reads its own data.
+    - `_get_num_items_in_batch`: the tokens of the group instead of the world.
+    - `accelerator.gather`, `reduce`, ...: among the group's ranks while a round is running.
+    - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
+      round waits for the border.
+    - `log`: adds the metrics of a round before the reporting callbacks see the logs.
+    - `evaluate`, `predict`, `save_model`, `_save_checkpoint`: called directly inside a round, they close it first.
+
+    Args:
+        trainer (`Trainer`):
+            The instance.
+        parallelism ([`FederatedParallelismConfig`]):
+            The federation, its mesh built.
+        config ([`FederationConfig`]):
+            Its settings.
+
+    Raises:
+        UpstreamChangedError: If a method to be replaced is not as expected.
+    """
+
+    def __init__(self, trainer: Trainer, parallelism: FederatedParallelismConfig, config: FederationConfig) -> None:
+        for owner, seams in SEAMS:
+            for name, parameters in seams.items():
+                check_seam(owner, name, parameters)
+        self.trainer = trainer
+        self.parallelism = parallelism
+        self.config = config
+        self.session: TrainingSession | None = None
+        self._patches = Patches()
+        self._accelerator_patches = Patches()
+        self._bound_accelerator: Accelerator | None = None
+        self._counting = False
+
+    def install(self, before_train: Callable[[], None], after_train: Callable[[], None]) -> None:
+        """
+        Replaces the methods. Call once.
+
+        Args:
+            before_train (`Callable`):
+                Called before each `Trainer.train`.
+            after_train (`Callable`):
+                Called when `Trainer.train` is left, also by an exception.
+        """
+        replace, trainer = self._patches.replace, self.trainer
+        replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
+        replace(trainer, "get_train_dataloader", self._get_train_dataloader)
+        replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        replace(trainer, "log", self._log)
+        replace(trainer, "save_model", self._save_model)
+        replace(trainer.callback_handler, "call_event", self._call_event)
+        for name in ("evaluate", "predict", "_save_checkpoint"):
+            replace(trainer, name, self._at_border)
+        self._bind_accelerator()
+
+    def remove(self) -> None:
+        """Puts every method back."""
+        self._accelerator_patches.undo()
+        self._patches.undo()
+        self._bound_accelerator = None
+
+    def _bind_accelerator(self) -> None:
+        """Follows the Trainer to a new accelerator: hyper-parameter search makes one for each trial."""
+        accelerator = self.trainer.accelerator
+        if accelerator is self._bound_accelerator:
+            return
+        self._accelerator_patches.undo()
+        self._bound_accelerator = accelerator
+        group_ops = GroupOps(self.parallelism.mesh.group)
+        for name in ACCELERATOR_SEAMS:
+            self._accelerator_patches.replace(accelerator, name, self._choose(getattr(group_ops, name)))
+
+    def _choose(self, group_local: Method) -> Callable[[Method], Method]:
+        def make(world: Method) -> Method:
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                inside = self._counting or (self.session is not None and self.session.in_round)
+                return (group_local if inside else world)(*args, **kwargs)
+
+            return collective
+
+        return make
+
+    def _train(self, original: Method, before: Callable[[], None], after: Callable[[], None]) -> Method:
+        def train(*args: Any, **kwargs: Any) -> Any:
+            if args[0] if args else kwargs.get("resume_from_checkpoint"):
+                raise NotImplementedError(
+                    "Resuming a federated run is not supported yet: the checkpoint keeps one optimizer state for all "
+                    "groups, so the groups would go on from mixed state. Start from its weights instead, with "
+                    "from_pretrained(checkpoint), or train without FedAvgCallback."
+                )
+            before()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._end_session()
+                after()
+
+        return train
+
+    def _begin_session(self) -> None:
+        # `auto_find_batch_size` begins again inside one `train()`.
+        self._end_session()
+        self._bind_accelerator()
+        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config)
+
+    def _end_session(self) -> None:
+        if self.session is not None:
+            self.session.end()
+            self.session = None
+
+    def _get_train_dataloader(self, original: Method) -> Method:
+        def get_train_dataloader() -> Any:
+            self._bind_accelerator()
+            trainer = self.trainer
+            config, dataset = trainer.accelerator.dataloader_config, trainer.train_dataset
+            # Accelerate's default for streams is that rank 0 reads for everybody.
+            dispatch, config.dispatch_batches = config.dispatch_batches, False
+            size = self.parallelism.data_parallel_size
+            rank = trainer.accelerator.process_index // self.parallelism.non_data_parallel_size
+            try:
+                trainer.train_dataset = endless_if_sharded_by_files(dataset, size, rank)
+                dataloader = original()
+            finally:
+                config.dispatch_batches, trainer.train_dataset = dispatch, dataset
+            refuse_dispatched_batches(dataloader)
+            keep_generators_in_step(dataloader)
+            return dataloader
+
+        return get_train_dataloader
+
+    def _get_num_items_in_batch(self, original: Method) -> Method:
+        def get_num_items_in_batch(batch_samples: list[Any], device: torch.device) -> Any:
+            with self._counting_in_group():
+                count = original(batch_samples, device)
+            if self.session is not None:
+                self.session.count_tokens(batch_samples)
+            if count is None or not self.trainer.args.average_tokens_across_devices:
+                return count
+            # Trainer multiplies the loss by the ranks that hold different batches in the *world*, FSDP2 averages over
+            # those of the *group*: G too many, which the count makes up for. The product is an exact integer and stays
+            # one: FSDP2's mixed precision would round a floating-point argument of the model (1,029 to 1,032).
+            scaled = torch.as_tensor(count, device=device).double() * self.parallelism.federation_layout.num_groups
+            return scaled.round().to(torch.int64)
+
+        return get_num_items_in_batch
+
+    @contextlib.contextmanager
+    def _counting_in_group(self) -> Iterator[None]:
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def _call_event(self, original: Method) -> Method:
+        def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control = original(event, args, state, control, **kwargs)
+            if event == "on_train_begin":
+                self._begin_session()
+            elif self.session is not None:
+                self.session.after_event(event, state, control)
+            return control
+
+        return call_event
+
+    def _log(self, original: Method) -> Method:
+        def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            if self.session is not None:
+                logs.update(self.session.take_pending_logs())
+            return original(logs, *args, **kwargs)
+
+        return log
+
+    def _border(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.session is None else self.session.border_on_demand()
+
+    def _at_border(self, original: Method) -> Method:
+        def at_border(*args: Any, **kwargs: Any) -> Any:
+            with self._border():
+                return original(*args, **kwargs)
+
+        return at_border
+
+    def _save_model(self, original: Method) -> Method:
+        def save_model(output_dir: str | None = None, _internal_call: bool = False) -> Any:
+            plugin = self.trainer.accelerator.state.fsdp_plugin
+            chosen = plugin.state_dict_type
+            if not _internal_call:
+                # Under SHARDED_STATE_DICT Trainer writes nothing here, without a word.
+                plugin.state_dict_type = type(chosen).FULL_STATE_DICT
+            try:
+                with self._border():
+                    return original(output_dir, _internal_call)
+            finally:
+                plugin.state_dict_type = chosen
+
+        return save_model

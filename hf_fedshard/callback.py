@@ -1,0 +1,157 @@
+"""`FedAvgCallback`: sets a federation up for a Trainer and takes it back."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from . import cpu, environment
+from .agreement import agree_on_launch
+from .binding import TrainerBinding, trainer_under_construction
+from .config import FederationConfig
+from .launch import layout_for, stated_sizes
+from .parallelism import FederatedParallelismConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class FedAvgCallback(TrainerCallback):
+    """
+    Trains a Trainer's model with FL+FSDP or FL+HSDP (arXiv 2609.20359): FSDP2 inside federation groups, parameters
+    averaged between the groups every `sync_every` optimizer steps.
+
+    Give it as `callbacks=[FedAvgCallback(num_groups=4, sync_every=8)]` or as the bare class
+    `callbacks=[FedAvgCallback]`, in a launch with FSDP version 2. Logging, evaluation, saving and stopping wait for
+    the end of the round in which anybody asks for them, when all groups hold the averaged model. See
+    [`FederationConfig`] for the arguments, their defaults and the `FEDSHARD_*` variables.
+
+    Args:
+        num_groups (`int`, *optional*):
+            G, the number of federation groups. Defaults to the replicas of the launch config's `parallelism_config`,
+            without one to the nodes. With `1` the callback leaves plain FSDP or HSDP as it is.
+        sync_every (`int`, *optional*, defaults to `8`):
+            H, optimizer steps (`global_step`) between two averagings.
+        bucket_size_bytes (`int`, *optional*):
+            Size of an exchange buffer.
+        log_every_rounds (`int`, *optional*, defaults to `1`):
+            Metrics of a round are logged every so many rounds, `0` for never.
+        timeout_seconds (`float`, *optional*):
+            How long collectives wait for their peers. Defaults to `TrainingArguments.ddp_timeout`.
+
+    Raises:
+        ValueError: If a setting is out of its range or the launch cannot be federated.
+
+    Example:
+
+    ```python
+    trainer = Trainer(
+        model=model, args=args, train_dataset=dataset, callbacks=[FedAvgCallback(num_groups=2, sync_every=8)]
+    )
+    trainer.train()
+    ```
+    """
+
+    def __init__(
+        self,
+        num_groups: int | None = None,
+        sync_every: int | None = None,
+        bucket_size_bytes: int | None = None,
+        log_every_rounds: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        self.config = FederationConfig.from_arguments(
+            num_groups=num_groups,
+            sync_every=sync_every,
+            bucket_size_bytes=bucket_size_bytes,
+            log_every_rounds=log_every_rounds,
+            timeout_seconds=timeout_seconds,
+        )
+        if environment.launched_world_size() > 1 and not torch.accelerator.is_available():
+            cpu.install()
+        self._bound_to: Trainer | None = None
+        self._binding: TrainerBinding | None = None
+        self._parallelism: FederatedParallelismConfig | None = None
+        self._stock: dict[str, Any] = {}
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Binds to the Trainer whose constructor is running."""
+        trainer = trainer_under_construction()
+        if trainer is None:
+            raise RuntimeError(
+                "FedAvgCallback found no Trainer constructor on the stack; call `callback.bind(trainer)`."
+            )
+        self.bind(trainer)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuses to train a Trainer that it was added to too late."""
+        if self._bound_to is None:
+            raise RuntimeError(
+                "FedAvgCallback was added after its Trainer was made. Pass it as Trainer(callbacks=[...]), or call "
+                "`callback.bind(trainer)` before `trainer.train()`."
+            )
+
+    def bind(self, trainer: Trainer) -> None:
+        """
+        Sets the federation up for a Trainer. Called by itself when the callback is given to the constructor; call it
+        yourself after `trainer.add_callback(callback)`. Collective over the world.
+
+        Args:
+            trainer (`Trainer`):
+                The Trainer, not yet training.
+
+        Raises:
+            ValueError: On every rank, if the run cannot be federated.
+            FederationMismatchError: On every rank, if the ranks were set up differently.
+        """
+        self._release()
+        state = trainer.accelerator.state
+        agree_on_launch(trainer, type(self), self.config)
+        layout = layout_for(self.config, state.num_processes, stated_sizes(state.parallelism_config))
+        self._bound_to = trainer
+        if layout.num_groups == 1:
+            if state.is_main_process:
+                logger.warning("num_groups=1: training with plain FSDP or HSDP, there is nothing to average.")
+            return
+        self._stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
+        if isinstance(state.parallelism_config, FederatedParallelismConfig):
+            self._parallelism = state.parallelism_config
+        else:
+            self._parallelism = FederatedParallelismConfig(self.config, layout, base=state.parallelism_config)
+        self._put_in_force()
+        self._parallelism.mesh.set_timeout(self.config.timeout_seconds or trainer.args.ddp_timeout)
+        self._binding = TrainerBinding(trainer, self._parallelism, self.config)
+        self._binding.install(before_train=self._put_in_force, after_train=self._take_back)
+        if state.is_main_process:
+            logger.info("Federated training, %s, averaged every %d steps", layout, self.config.sync_every)
+
+    def _put_in_force(self) -> None:
+        """Puts the federated mesh into Accelerate's shared state, before a model is prepared on it."""
+        assert self._bound_to is not None and self._parallelism is not None
+        state = self._bound_to.accelerator.state
+        state.parallelism_config = self._parallelism
+        state.device_mesh = self._parallelism.get_device_mesh(state.device.type)
+
+    def _take_back(self) -> None:
+        """Puts Accelerate's state back: it outlives this Trainer, and another one would train groups unaveraged."""
+        if self._bound_to is not None:
+            for name, value in self._stock.items():
+                setattr(self._bound_to.accelerator.state, name, value)
+
+    def _release(self) -> None:
+        if self._binding is not None:
+            if self._binding.session is not None:
+                raise RuntimeError(
+                    "This FedAvgCallback is training another Trainer. Make one callback for each Trainer."
+                )
+            self._take_back()
+            self._binding.remove()
+        self._bound_to = self._binding = self._parallelism = None
+        self._stock = {}

@@ -1,0 +1,104 @@
+"""One model to start from: broadcast of group 0's weights and buffers, and proof that all ranks hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .handshake import FederationMismatchError
+from .mesh import FederationMesh
+from .shards import from_wire, local_shards, replicated_tensors, reshard, to_wire
+
+
+def broadcast_initial_state(model: nn.Module, mesh: FederationMesh) -> None:
+    """
+    Gives every group the weights of group 0, replica 0, and every rank the buffers of rank 0, then verifies it.
+
+    Without it unequal seeds make each rank's shard a different model, even inside a group.
+
+    Collective over the world. Order on each rank: slow tier first (only replica 0 of each group takes part, so that
+    the weights cross it once), then the replicas of the group, then what every rank holds whole: inside the group from
+    its first rank, which has it from group 0.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model.
+        mesh ([`FederationMesh`]):
+            The federation.
+
+    Raises:
+        FederationMismatchError: If the ranks that hold the same shard do not hold the same bits afterwards.
+    """
+    reshard(model)
+    shards = local_shards(model, trainable_only=False)
+    for tensor in shards.values():
+        wire = to_wire(tensor, mesh.device)
+        if mesh.replicate_index == 0:
+            dist.broadcast(wire, group_src=0, group=mesh.fed)
+        if mesh.layout.replicate_size > 1:
+            dist.broadcast(wire, group_src=0, group=mesh.replicate)
+        from_wire(tensor, wire)
+    whole = replicated_tensors(model)
+    for tensor in whole.values():
+        wire = to_wire(tensor, mesh.device)
+        if mesh.group.rank() == 0:
+            dist.broadcast(wire, group_src=0, group=mesh.fed)
+        dist.broadcast(wire, group_src=0, group=mesh.group)
+        from_wire(tensor, wire)
+    verify_one_model(shards, whole, mesh)
+
+
+def verify_one_model(
+    shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], mesh: FederationMesh
+) -> None:
+    """
+    Compares checksums between all ranks that should hold the same bits.
+
+    Args:
+        shards (`Mapping[str, torch.Tensor]`):
+            Local shards: equal over groups and replicas.
+        whole (`Mapping[str, torch.Tensor]`):
+            Tensors that are equal on every rank.
+        mesh ([`FederationMesh`]):
+            The federation.
+
+    Raises:
+        FederationMismatchError: On every rank, if a checksum differs anywhere.
+    """
+    differing = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    for tensors, groups in ((shards, (mesh.fed, mesh.replicate)), (whole, (mesh.fed, mesh.group))):
+        checksum = _checksum(tensors, mesh.device)
+        for group in groups:
+            low, high = checksum.clone(), checksum.clone()
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+            differing += (low != high).sum()
+    dist.all_reduce(differing, group=mesh.group)
+    dist.all_reduce(differing, group=mesh.fed)
+    if differing.item():
+        raise FederationMismatchError(
+            "The federation groups do not hold one model: parameters or buffers differ between ranks that must hold the "
+            "same bits. Nothing may write to the model between preparing it and the first step on some ranks only."
+        )
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Two int64 of all bits; each tensor's hash is multiplied by its position, so that exchanged tensors are seen."""
+    plain = torch.zeros((), dtype=torch.int64, device=device)
+    placed = torch.zeros((), dtype=torch.int64, device=device)
+    for position, tensor in enumerate(tensors.values()):
+        if tensor.numel() == 0:
+            continue
+        bits = to_wire(tensor, device).reshape(-1).view(torch.uint8)
+        padding = -bits.numel() % 8
+        words = torch.cat([bits, bits.new_zeros(padding)]) if padding else bits
+        # Wrapping int64 sums: of the words, and of the words weighted by where they stand.
+        words = words.view(torch.int64)
+        total = words.sum()
+        plain += total
+        placed += total * (2 * position + 1)
+        placed += (words[1:] ^ words[:-1]).sum()
+    return torch.stack([plain, placed])

@@ -1,0 +1,97 @@
+"""What Accelerate was launched as: the checks that must hold before a federation can be built on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from . import environment
+from .config import FederationConfig, FederationLayout
+
+
+FSDP1_ERROR = (
+    "hf_fedshard federates FSDP version 2 only, but this run uses FSDP version {version}. Set `fsdp_version: 2` in the "
+    "launch config's fsdp_config, or `fsdp_config={{'version': 2}}` in TrainingArguments."
+)
+
+
+def check_launch(state: AcceleratorState) -> None:
+    """
+    Refuses launches that cannot be federated.
+
+    Args:
+        state (`AcceleratorState`):
+            Accelerate's state.
+
+    Raises:
+        ValueError: For DeepSpeed, FSDP version 1, no FSDP, a single process, and several processes of which each
+        believes
+            it is alone; the message has the way out.
+    """
+    launched = environment.launched_world_size()
+    if launched > 1 and state.num_processes == 1:
+        raise ValueError(
+            f"{launched} processes were launched, but this one runs alone: each would train by itself and all would "
+            "write the same folder. On CPU set use_cpu=True in TrainingArguments, or Accelerator(cpu=True); the "
+            "launcher does not hand `use_cpu` on to several processes."
+        )
+    if state.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "hf_fedshard shards with FSDP version 2 and cannot federate DeepSpeed. Launch with one of the FSDP configs "
+            "in accelerate_configs/."
+        )
+    plugin = getattr(state, "fsdp_plugin", None)
+    version = environment.launched_fsdp_version() if plugin is None else plugin.fsdp_version
+    if version == 1:
+        raise ValueError(FSDP1_ERROR.format(version=1))
+    if state.num_processes == 1:
+        raise ValueError(
+            "A federation needs several processes, but this run has a single process. Start it with `accelerate launch "
+            "--config_file <one of accelerate_configs/> script.py`."
+        )
+    if plugin is None or state.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            f"FSDP is not in force (distributed type {state.distributed_type.value}). Launch with `accelerate launch "
+            "--config_file` and one of accelerate_configs/, which set `distributed_type: FSDP` and `fsdp_version: 2`; on "
+            "CPU import hf_fedshard before Trainer or Accelerator is made."
+        )
+    if state.mixed_precision == "fp16" and state.device.type == "cpu":
+        raise ValueError(
+            "mixed_precision=fp16 on CPU gets neither autocast nor a gradient scaler from Accelerate. Use bf16, or no "
+            "mixed precision."
+        )
+
+
+def stated_sizes(parallelism_config: ParallelismConfig | None) -> dict[str, int] | None:
+    """
+    The sizes a `ParallelismConfig` states for the world.
+
+    Args:
+        parallelism_config (`ParallelismConfig`, *optional*):
+            Accelerate's, from the launch config or `TrainingArguments`.
+
+    Returns:
+        `dict[str, int]` or `None`: By axis, outermost first; `None` without one.
+    """
+    if parallelism_config is None:
+        return None
+    sizes: dict[str, Any] = parallelism_config._sizes
+    return {axis: int(sizes[axis]) for axis in ("dp_replicate", "dp_shard", "cp", "sp", "tp")}
+
+
+def layout_for(config: FederationConfig, world_size: int, sizes: dict[str, int] | None) -> FederationLayout:
+    """
+    The federation's layout for a launch, see [`FederationConfig.layout`].
+
+    Args:
+        config ([`FederationConfig`]):
+            The settings.
+        world_size (`int`):
+            Number of processes.
+        sizes (`dict[str, int]`, *optional*):
+            From [`stated_sizes`] or the environment.
+    """
+    return config.layout(world_size, sizes, environment.launched_local_world_size())

@@ -1,0 +1,116 @@
+"""What a round measured: small numbers of every group, exchanged beside the sync, and their names in logs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .mesh import FederationMesh
+
+
+LOG_PREFIX = "fedshard/"
+
+
+@dataclass(frozen=True)
+class RoundMetrics:
+    """
+    Metrics of one round, equal on all ranks.
+
+    Args:
+        round (`int`):
+            Number of this round, counted from 1.
+        steps (`int`):
+            Optimizer steps in it.
+        seconds (`float`):
+            Wall time of the round on this rank, its sync included.
+        wait_seconds (`float`):
+            Time this rank waited for the slowest group to arrive at the border.
+        sync_seconds (`float`):
+            Time of the averaging itself.
+        bytes_sent (`int`):
+            Bytes that the ranks of one group together sent to other groups for the averaging.
+        drift (`float`):
+            Distance of the groups from their average before it replaced them: the root of the mean over groups of the
+            squared distance, relative to the norm of the average.
+        losses (`tuple[float, ...]`):
+            Mean training loss of each group in the round, `nan` where none was given.
+        tokens_per_second (`tuple[float, ...]`):
+            Tokens trained by each group over the time it spent between its first step and the border.
+        excluded (`tuple[int, ...]`):
+            Groups whose parameters were not finite and were left out of the average.
+    """
+
+    round: int
+    steps: int
+    seconds: float
+    wait_seconds: float
+    sync_seconds: float
+    bytes_sent: int
+    drift: float
+    losses: tuple[float, ...]
+    tokens_per_second: tuple[float, ...]
+    excluded: tuple[int, ...] = ()
+
+    @property
+    def sync_share(self) -> float:
+        """Share of the round's wall time that was spent waiting and averaging."""
+        return (self.wait_seconds + self.sync_seconds) / self.seconds if self.seconds > 0 else 0.0
+
+    def as_logs(self) -> dict[str, float]:
+        """
+        The metrics under the names that appear in logs and trackers.
+
+        Returns:
+            `dict[str, float]`: `fedshard/round`, `fedshard/steps`, ..., and `fedshard/loss/group_<g>` and
+            `fedshard/tokens_per_second/group_<g>` for each group that reported one.
+        """
+        logs: dict[str, float] = {
+            "round": self.round,
+            "steps": self.steps,
+            "sync_seconds": round(self.sync_seconds, 4),
+            "wait_seconds": round(self.wait_seconds, 4),
+            "sync_share": round(self.sync_share, 4),
+            "bytes_sent": self.bytes_sent,
+            "drift": float(f"{self.drift:.4g}"),
+        }
+        for group, loss in enumerate(self.losses):
+            if loss == loss:
+                logs[f"loss/group_{group}"] = round(loss, 4)
+        for group, rate in enumerate(self.tokens_per_second):
+            if rate > 0:
+                logs[f"tokens_per_second/group_{group}"] = round(rate, 1)
+        if self.excluded:
+            logs["excluded_groups"] = len(self.excluded)
+        return {LOG_PREFIX + name: value for name, value in logs.items()}
+
+
+def exchange_rows(values: Mapping[str, float], mesh: FederationMesh) -> tuple[dict[str, list[float]], float]:
+    """
+    Sums each value over the ranks of a group and tells every rank the sums of all groups.
+
+    Two small all-reduces, the same on all ranks: inside the group, then between the groups, where each group fills its
+    own row of a matrix of zeros.
+
+    Args:
+        values (`Mapping[str, float]`):
+            This rank's contributions, under the same names on all ranks.
+        mesh ([`FederationMesh`]):
+            The federation.
+
+    Returns:
+        `tuple[dict[str, list[float]], float]`: For each name the sum of group 0, 1, ...; and the seconds that the
+        exchange between groups took, which is how long this group waited for the last one.
+    """
+    row = torch.tensor(list(values.values()), dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(row, group=mesh.group)
+    row = row.cpu().to(mesh.device)  # waits for the group, so that the clock below times the other groups alone
+    start = time.perf_counter()
+    table = torch.zeros(mesh.layout.num_groups, row.numel(), dtype=torch.float64, device=mesh.device)
+    table[mesh.group_index] = row
+    dist.all_reduce(table, group=mesh.fed)
+    columns = table.t().tolist()
+    return dict(zip(values, columns, strict=True)), time.perf_counter() - start

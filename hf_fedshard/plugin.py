@@ -1,0 +1,171 @@
+"""`FederatedFSDPPlugin`: FSDP2 inside federation groups for Accelerate loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+
+from . import environment
+from .config import FederationConfig
+from .data import keep_generators_in_step, refuse_dispatched_batches
+from .handshake import agree
+from .launch import FSDP1_ERROR, check_launch, layout_for
+from .parallelism import FederatedParallelismConfig
+from .rounds import Rounds
+from .seams import Patches, check_seam
+from .versions import versions
+
+
+@dataclass
+class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
+    """
+    A `FullyShardedDataParallelPlugin` for FSDP2 that shards inside federation groups.
+
+    Takes every argument of its base class, and fills the unset ones from the launch config as that does; unset
+    `fsdp_version` is 2 and unset `auto_wrap_policy` is `transformer_based_wrap`.
+
+    Args:
+        num_groups (`int`, *optional*):
+            G, the number of federation groups. See [`FederationConfig`] for it and the others, their defaults and the
+            `FEDSHARD_*` variables.
+        sync_every (`int`, *optional*):
+            H, optimizer steps between two averagings.
+        bucket_size_bytes (`int`, *optional*):
+            Size of an exchange buffer.
+        timeout_seconds (`float`, *optional*):
+            How long collectives wait for their peers.
+
+    Example:
+
+    ```python
+    plugin = FederatedFSDPPlugin(num_groups=2, sync_every=8)
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)
+    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+    fedavg = plugin.federate(accelerator, model, optimizer)
+    for batch in dataloader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        fedavg.step(loss)
+    fedavg.finish()
+    ```
+    """
+
+    num_groups: int | None = field(default=None, metadata={"help": "Number of federation groups."})
+    sync_every: int | None = field(default=None, metadata={"help": "Optimizer steps between two averagings."})
+    bucket_size_bytes: int | None = field(default=None, metadata={"help": "Size of an exchange buffer in bytes."})
+    timeout_seconds: float | None = field(default=None, metadata={"help": "How long collectives wait for peers."})
+
+    def __post_init__(self) -> None:
+        stated = vars(self)
+        version = stated["fsdp_version"] or environment.launched_fsdp_version() or 2
+        if version != 2:
+            raise ValueError(FSDP1_ERROR.format(version=version))
+        self.fsdp_version = version
+        if stated["auto_wrap_policy"] is None and environment.launched_auto_wrap_policy() is None:
+            self.auto_wrap_policy = "transformer_based_wrap"
+        self.federation_config = FederationConfig.from_arguments(
+            num_groups=self.num_groups,
+            sync_every=self.sync_every,
+            bucket_size_bytes=self.bucket_size_bytes,
+            timeout_seconds=self.timeout_seconds,
+        )
+        self._parallelism_config: FederatedParallelismConfig | None = None
+        super().__post_init__()
+
+    @property
+    def parallelism_config(self) -> FederatedParallelismConfig:
+        """The `ParallelismConfig` to hand to `Accelerator` beside this plugin; made at the first call."""
+        if self._parallelism_config is None:
+            world_size = dist.get_world_size() if dist.is_initialized() else environment.launched_world_size()
+            layout = layout_for(self.federation_config, world_size, environment.launched_parallelism())
+            self._parallelism_config = FederatedParallelismConfig(self.federation_config, layout, plugin=self)
+        return self._parallelism_config
+
+    def federate(self, accelerator: Accelerator, model: nn.Module, *optimizers: Any) -> Rounds:
+        """
+        Starts the federation of a prepared model. Collective over the world; call it after `prepare` and before the
+        first step.
+
+        Args:
+            accelerator (`Accelerator`):
+                The one that was made with this plugin and its `parallelism_config`.
+            model (`nn.Module`):
+                The prepared model.
+            optimizers (`torch.optim.Optimizer` or `AcceleratedOptimizer`):
+                Its optimizers. Defaults to all that the accelerator has prepared.
+
+        Returns:
+            [`Rounds`]: Call its `step()` after each optimizer step and `finish()` at the end.
+
+        Raises:
+            ValueError: On every rank, if the launch cannot be federated.
+            FederationMismatchError: On every rank, if the ranks were set up differently.
+        """
+        error = None
+        try:
+            self._check(accelerator)
+        except ValueError as problem:
+            error = str(problem)
+            if accelerator.num_processes == 1:
+                raise
+        accumulation = accelerator.gradient_accumulation_steps
+        agree("the launch", {**versions(), "gradient_accumulation_steps": accumulation}, error)
+        for dataloader in accelerator._dataloaders:
+            keep_generators_in_step(dataloader)
+        mesh = self.parallelism_config.mesh
+        chosen = optimizers or accelerator._optimizers
+        rounds = Rounds(
+            model, mesh, self.federation_config, [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
+        )
+        if mesh.layout.num_groups > 1:
+            _keep_saving_to_borders(accelerator, rounds)
+        return rounds
+
+    def _check(self, accelerator: Accelerator) -> None:
+        check_launch(accelerator.state)
+        if accelerator.parallelism_config is not self._parallelism_config or self._parallelism_config is None:
+            raise ValueError(
+                "The Accelerator was not made with this plugin's parallelism_config. Write "
+                "`Accelerator(fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)`."
+            )
+        for dataloader in accelerator._dataloaders:
+            refuse_dispatched_batches(dataloader)
+
+
+def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> None:
+    """Inside a round every group holds another model, and what is saved would be one group's."""
+
+    def check(what: str) -> None:
+        if not rounds.at_border:
+            raise RuntimeError(
+                f"{what} was called {rounds.steps} steps into a round, where every group holds another model. Call it "
+                "where `fedavg.at_border` is true, or after `fedavg.finish()`; `fedavg.close()` on every rank makes a "
+                "border at once."
+            )
+
+    def refuse_load(*_: Any) -> None:
+        raise NotImplementedError(
+            "Resuming a federated run is not supported yet: Accelerate's checkpoint keeps one optimizer state for all "
+            "groups, so the groups would go on from mixed state. Load the weights alone, before `prepare`."
+        )
+
+    accelerator.register_save_state_pre_hook(lambda *_: check("accelerator.save_state"))
+    accelerator.register_load_state_pre_hook(refuse_load)
+    check_seam(Accelerator, "get_state_dict", ("model", "unwrap"))
+
+    def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_state_dict(*args: Any, **kwargs: Any) -> Any:
+            check("accelerator.get_state_dict")
+            return original(*args, **kwargs)
+
+        return get_state_dict
+
+    Patches().replace(accelerator, "get_state_dict", guarded)

@@ -1,0 +1,67 @@
+"""Replacing bound methods on one instance: checked before, undone after."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .versions import TESTED_VERSIONS
+
+
+class UpstreamChangedError(RuntimeError):
+    """A method of Trainer or Accelerate that this package stands on is missing or takes other arguments."""
+
+
+def check_seam(owner: type, name: str, parameters: Sequence[str]) -> None:
+    """
+    Checks that a class still has the method that is about to be replaced on one of its instances.
+
+    Args:
+        owner (`type`):
+            The upstream class.
+        name (`str`):
+            The method.
+        parameters (`Sequence[str]`):
+            Parameters that it must take, in this order, after `self`.
+
+    Raises:
+        UpstreamChangedError: If it does not; the message names the tested versions.
+    """
+    method = getattr(owner, name, None)
+    found = None if method is None else [p for p in inspect.signature(method).parameters if p != "self"]
+    if found is None or [p for p in found if p in parameters] != list(parameters):
+        now = "is missing" if found is None else f"takes ({', '.join(found)})"
+        raise UpstreamChangedError(
+            f"{owner.__module__}.{owner.__qualname__}.{name} {now}, but hf_fedshard builds on {name}"
+            f"({', '.join(parameters)}). It was tested with {TESTED_VERSIONS}: install these, or a release of "
+            "hf_fedshard for your versions."
+        )
+
+
+class Patches:
+    """Replacements of bound methods on instances, to be undone together. Classes are never touched."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """
+        Replaces a method on one instance.
+
+        Args:
+            instance (`Any`):
+                The object.
+            name (`str`):
+                The method's name.
+            make (`Callable`):
+                Called with the method as it is now, returns what takes its place.
+        """
+        own = vars(instance).get(name)
+        setattr(instance, name, make(getattr(instance, name)))
+        self._undo.append(lambda: setattr(instance, name, own) if own is not None else delattr(instance, name))
+
+    def undo(self) -> None:
+        """Puts everything back, last first."""
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,183 @@
+"""One `Trainer.train()`: its events -> rounds. Decides which step ends a round and holds every request until then."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerControl, TrainerState
+
+from . import guard
+from .agreement import agree_on_training
+from .config import FederationConfig
+from .mesh import FederationMesh
+from .rounds import Rounds
+
+
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
+
+
+class TrainingSession:
+    """
+    Drives the rounds of one training run. Made when training begins: construction is collective over the world.
+
+    Args:
+        trainer (`Trainer`):
+            The Trainer, its model and optimizer prepared.
+        mesh ([`FederationMesh`]):
+            The federation.
+        config ([`FederationConfig`]):
+            Its settings.
+
+    Raises:
+        FederationMismatchError: On every rank, if the ranks plan different schedules or hold different models.
+        ValueError: On every rank, if the model cannot be federated.
+    """
+
+    def __init__(self, trainer: Trainer, mesh: FederationMesh, config: FederationConfig) -> None:
+        self.trainer = trainer
+        self.mesh = mesh
+        self.config = config
+        self.in_round = False
+        agree_on_training(trainer)
+        optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        model: Any = trainer.model
+        self.rounds = Rounds(model, mesh, config, [optimizer])
+        self._epoch = 0
+        self._epoch_is_empty = True
+        self._tokens = 0
+        self._counted = trainer.state.global_step
+        self._losses_before: torch.Tensor | None = None
+        self._tokens_seen_before = trainer.state.num_input_tokens_seen
+        self._pending_flags: set[str] = set()
+        self._pending_logs: dict[str, float] = {}
+
+    def end(self) -> None:
+        """Gives the rounds up: from here on the guard refuses steps on this model."""
+        self.in_round = False
+        guard.detach(self.rounds)
+
+    def after_event(self, event: str, state: TrainerState, control: TrainerControl) -> None:
+        """
+        To be called after all callbacks have had an event, so that no request can slip by.
+
+        Args:
+            event (`str`):
+                Name of the event, `"on_step_end"` for example.
+            state (`TrainerState`):
+                What the event came with.
+            control (`TrainerControl`):
+                What the event came with; requests in it are held back inside a round.
+        """
+        if event == "on_epoch_begin":
+            self._epoch += 1
+            self._epoch_is_empty = True
+        elif event == "on_step_begin":
+            self._begin_step()
+        elif event == "on_substep_end":
+            self._hold_back(control)
+        elif event == "on_step_end":
+            self._end_step(state, control)
+        elif event == "on_epoch_end" and self.in_round:
+            # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
+            ends_here = self._epoch_is_empty or self._epoch >= state.num_train_epochs
+            self._hold_back(control)
+            if ends_here:
+                self._close(state, control)
+        elif event == "on_train_end" and self.in_round and not self.rounds.at_border:
+            self._close(state, control)
+
+    def count_tokens(self, batches: list[Any]) -> None:
+        """
+        Counts this rank's input tokens for the log.
+
+        Args:
+            batches (`list`):
+                The batches of the coming optimizer step.
+        """
+        name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        for batch in batches:
+            tokens = batch.get(name) if hasattr(batch, "get") else None
+            self._tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+
+    def take_pending_logs(self) -> dict[str, float]:
+        """The metrics of the last round that have not been logged, once."""
+        logs, self._pending_logs = self._pending_logs, {}
+        return logs
+
+    @contextlib.contextmanager
+    def border_on_demand(self) -> Iterator[None]:
+        """
+        A border for what is called directly inside a round, `trainer.evaluate()` in a callback for example: the round
+        is closed first. Like the call itself, this needs every rank to make it at the same step.
+        """
+        inside = self.in_round
+        if inside:
+            state = self.trainer.state
+            self._count_steps(state)
+            if not self.rounds.at_border:
+                self._close(state, self.trainer.control)
+            self.in_round = False
+        try:
+            yield
+        finally:
+            self.in_round = inside
+
+    def _begin_step(self) -> None:
+        self._epoch_is_empty = False
+        self.in_round = True
+        self.rounds.begin_step()
+        if self._losses_before is None:
+            self._losses_before = self._train_losses()
+
+    def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
+        self._count_steps(state)
+        if self.rounds.at_border:
+            # Closed on demand in this very step: this is the border that the requests wait for.
+            self.in_round = False
+            return
+        self._hold_back(control)
+        if self.rounds.steps >= self.config.sync_every or state.global_step >= state.max_steps:
+            self._close(state, control)
+
+    def _count_steps(self, state: TrainerState) -> None:
+        # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
+        while self._counted < state.global_step:
+            self.rounds.count_step(tokens=self._tokens)
+            self._tokens = 0
+            self._counted += 1
+
+    def _hold_back(self, control: TrainerControl) -> None:
+        for flag in FLAGS:
+            if getattr(control, flag):
+                self._pending_flags.add(flag)
+                setattr(control, flag, False)
+
+    def _close(self, state: TrainerState, control: TrainerControl) -> None:
+        """The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log."""
+        rounds = self.rounds
+        if self._losses_before is not None and rounds.steps:
+            rounds.add_loss(self._train_losses() - self._losses_before, num_losses=rounds.steps)
+        # Inside a round Trainer's count of tokens is the group's; the sum over the groups is due now.
+        seen = (state.num_input_tokens_seen - self._tokens_seen_before) / self.mesh.layout.group_size
+        border = rounds.close({flag: flag in self._pending_flags for flag in FLAGS}, {"tokens_seen": seen})
+        self._tokens_seen_before += round(border.sums["tokens_seen"])
+        state.num_input_tokens_seen = self._tokens_seen_before
+        self._losses_before = None
+        self._pending_flags.clear()
+        self.in_round = False
+        for flag, wanted in border.votes.items():
+            if wanted:
+                setattr(control, flag, True)
+        every = self.config.log_every_rounds
+        if every and border.metrics.round % every == 0:
+            self._pending_logs = border.metrics.as_logs()
+            # One line a round: Trainer's own where it is due, else one for the metrics.
+            if not (control.should_log and state.global_step > self.trainer._globalstep_last_logged):
+                self.trainer.log({})
+
+    def _train_losses(self) -> torch.Tensor:
+        """Sum of this rank's training losses since Trainer last logged, left on the device."""
+        return self.trainer._tr_loss.detach().clone()

@@ -1,0 +1,153 @@
+"""Reading and writing the local shards of an FSDP2 model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def reshard(model: nn.Module) -> None:
+    """
+    Puts every FSDP2 module back to its sharded parameters.
+
+    A forward without backward (evaluation, generation) leaves modules with `reshard_after_forward=False` gathered:
+    `parameters()` then yields plain full tensors, and what is written there, or to DTensors collected earlier, is
+    lost.
+
+    Args:
+        model (`nn.Module`):
+            A model with FSDP2 modules. No collective.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def check_trainable_parameters(model: nn.Module) -> None:
+    """
+    Refuses trainable parameters that FSDP2 does not manage: their gradients are reduced by nobody, not even in a
+    group.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model, resharded.
+
+    Raises:
+        ValueError: If there is no FSDP2 module, nothing to train, or a trainable parameter that is no `DTensor`.
+    """
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "The model has no FSDP2 module. Prepare it first: `accelerator.prepare(model, optimizer)` in a launch with "
+            "FSDP version 2."
+        )
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not trainable:
+        raise ValueError("The model has no trainable parameter, so there is nothing to train or to average.")
+    plain = [name for name, param in trainable if not isinstance(param, DTensor)]
+    if plain:
+        shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
+        raise ValueError(
+            f"{len(plain)} trainable parameters are not managed by FSDP2 (ignored_modules, or added after the model was "
+            f"prepared), so their gradients would be reduced nowhere: {shown}. Freeze them, take them out of "
+            "ignored_modules, or add them before preparing the model."
+        )
+
+
+def local_shards(model: nn.Module, trainable_only: bool) -> dict[str, torch.Tensor]:
+    """
+    The tensors in which this rank holds its share of the parameters. Call [`reshard`] first.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model.
+        trainable_only (`bool`):
+            Leave frozen parameters out.
+
+    Returns:
+        `dict[str, torch.Tensor]`: By name, in the model's order, the same on all ranks. Each aliases the parameter's
+        storage; a shard may be empty. A tensor that several modules share appears once.
+    """
+    shards = {}
+    for name, param in model.named_parameters():
+        if trainable_only and not param.requires_grad:
+            continue
+        local = param.detach()
+        if isinstance(local, DTensor):
+            shards[name] = local.to_local()
+    return shards
+
+
+def replicated_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """
+    What every rank holds whole: buffers, and frozen parameters outside of FSDP2.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model.
+
+    Returns:
+        `dict[str, torch.Tensor]`: By name, in the model's order, on all ranks the same names and shapes.
+    """
+    plain = {name: param.detach() for name, param in model.named_parameters() if not isinstance(param, DTensor)}
+    return {**plain, **{name: buffer.detach() for name, buffer in model.named_buffers()}}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """
+    The buffers that belong to the model's state, such as BatchNorm statistics; constants rebuilt at construction
+    (non-persistent buffers) are left out.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model.
+
+    Returns:
+        `dict[str, torch.Tensor]`: By name, in the model's order.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer.detach()
+    return found
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """
+    The dtype in which values of `dtype` are averaged: fp32 or more, and integers as they are.
+
+    Args:
+        dtype (`torch.dtype`):
+            The storage dtype.
+    """
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def to_wire(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """
+    A contiguous stand-in for a collective; booleans as bytes, which every backend carries.
+
+    Args:
+        tensor (`torch.Tensor`):
+            What is to be sent. The stand-in is the tensor itself where it is fit for it.
+        device (`torch.device`):
+            Where the collective runs.
+    """
+    wire = tensor.to(device).contiguous()
+    return wire.view(torch.uint8) if wire.dtype == torch.bool else wire
+
+
+def from_wire(tensor: torch.Tensor, wire: torch.Tensor) -> None:
+    """
+    Copies what a stand-in has received back, unless it is the tensor's own memory.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Where it belongs, written in place.
+        wire (`torch.Tensor`):
+            From [`to_wire`].
+    """
+    if wire.data_ptr() != tensor.data_ptr() or wire.device != tensor.device:
+        tensor.copy_(wire.view(tensor.dtype) if tensor.dtype == torch.bool else wire)
