@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .handshake import FederationMismatchError
+from .config import FederationConfig
+from .handshake import FederationMismatchError, agree
 from .mesh import FederationMesh
-from .shards import from_wire, local_shards, replicated_tensors, reshard, to_wire
+from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
+
+
+def agree_on_model(model: nn.Module, mesh: FederationMesh, config: FederationConfig) -> None:
+    """
+    The handshake about what is averaged: settings, and name, shape, dtype and role of every parameter and buffer.
+    Collective over the world.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model, resharded.
+        mesh ([`FederationMesh`]):
+            The federation.
+        config ([`FederationConfig`]):
+            Its settings.
+
+    Raises:
+        FederationMismatchError: On every rank, if anything differs between ranks.
+        ValueError: On every rank, if the model of any cannot be federated.
+    """
+    error = None
+    try:
+        check_trainable_parameters(model)
+    except ValueError as problem:
+        error = str(problem)
+    described = [
+        (name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in model.named_parameters()
+    ]
+    described += [(name, tuple(buffer.shape), str(buffer.dtype), False) for name, buffer in model.named_buffers()]
+    values = {**vars(config), "layout": str(mesh.layout), "number of parameters and buffers": len(described)}
+    agree("the federated model", values, error)
+    digest = zlib.crc32(repr(described).encode())
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) > 1:
+        # All ranks have the same digests and so take this way together; only here is the whole list worth sending.
+        agree("the federated model", {name: rest for name, *rest in described})
 
 
 def broadcast_initial_state(model: nn.Module, mesh: FederationMesh) -> None:
@@ -33,7 +72,7 @@ def broadcast_initial_state(model: nn.Module, mesh: FederationMesh) -> None:
         FederationMismatchError: If the ranks that hold the same shard do not hold the same bits afterwards.
     """
     reshard(model)
-    shards = local_shards(model, trainable_only=False)
+    shards = local_shards(model)
     for tensor in shards.values():
         wire = to_wire(tensor, mesh.device)
         if mesh.replicate_index == 0:

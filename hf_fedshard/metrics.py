@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,52 @@ class RoundMetrics:
         if self.excluded:
             logs["excluded_groups"] = len(self.excluded)
         return {LOG_PREFIX + name: value for name, value in logs.items()}
+
+
+@dataclass
+class Tally:
+    """
+    What this rank counts during a round.
+
+    Args:
+        started (`float`, *optional*):
+            Clock at the first step.
+        tokens (`int`, defaults to `0`):
+            Tokens trained.
+        loss_sum (`torch.Tensor` or `float`, defaults to `0.0`):
+            Sum of training losses. Stays on the device: reading it would make every step wait for the device.
+        num_losses (`int`, defaults to `0`):
+            How many losses are in the sum.
+    """
+
+    started: float | None = None
+    tokens: int = 0
+    loss_sum: torch.Tensor | float = 0.0
+    num_losses: int = 0
+
+    def start(self) -> None:
+        """Starts the clock, unless it runs."""
+        if self.started is None:
+            self.started = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds since the first step."""
+        return 0.0 if self.started is None else time.perf_counter() - self.started
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float], otherwise: float) -> tuple[float, ...]:
+    """
+    Quotients group by group.
+
+    Args:
+        numerators (`Sequence[float]`):
+            One for each group.
+        denominators (`Sequence[float]`):
+            One for each group.
+        otherwise (`float`):
+            What stands for a quotient by zero.
+    """
+    return tuple(n / d if d else otherwise for n, d in zip(numerators, denominators, strict=True))
 
 
 def exchange_rows(values: Mapping[str, float], mesh: FederationMesh) -> tuple[dict[str, list[float]], float]:

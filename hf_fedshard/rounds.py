@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import zlib
 from collections.abc import Iterable, Mapping
@@ -12,16 +11,13 @@ import torch
 from torch import nn
 
 from . import guard
-from .averaging import AveragingReport, ExchangePlan, average_replicated, plan_exchange, run_exchange
+from .averager import Held, ModelAverager
 from .config import FederationConfig
-from .handshake import FederationMismatchError, agree
-from .initial import broadcast_initial_state
+from .handshake import FederationMismatchError
+from .initial import agree_on_model, broadcast_initial_state
 from .mesh import FederationMesh
-from .metrics import RoundMetrics, exchange_rows
-from .shards import check_trainable_parameters, local_shards, persistent_buffers, reshard
-
-
-logger = logging.getLogger(__name__)
+from .metrics import RoundMetrics, Tally, exchange_rows, ratios
+from .shards import reshard
 
 
 @dataclass(frozen=True)
@@ -84,22 +80,17 @@ class Rounds:
         self.steps = 0
         self.num_optimizer_steps = 0
         reshard(model)
-        _compare_models(model, mesh, config)
+        agree_on_model(model, mesh, config)
         if mesh.layout.num_groups > 1:
             broadcast_initial_state(model, mesh)
-        self._plan: ExchangePlan | None = None
-        self._plan_names: tuple[str, ...] = ()
+        self.averager = ModelAverager(model, mesh, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
-        self._started: float | None = None
-        self._tokens = 0
-        self._loss_sum: torch.Tensor | float = 0.0
-        self._num_losses = 0
+        self._tally = Tally()
         guard.attach(self)
 
     def begin_step(self) -> None:
         """Starts the clock of a round at its first step. Called by [`~Rounds.step`] where the loop does not."""
-        if self._started is None:
-            self._started = time.perf_counter()
+        self._tally.start()
 
     def count_step(self, loss: torch.Tensor | float | None = None, tokens: int = 0) -> bool:
         """
@@ -115,7 +106,7 @@ class Rounds:
             `bool`: Whether the round has its `sync_every` steps, so that [`~Rounds.close`] is due.
         """
         self.steps += 1
-        self._tokens += tokens
+        self._tally.tokens += tokens
         if loss is not None:
             self.add_loss(loss)
         return self.steps >= self.config.sync_every
@@ -130,8 +121,8 @@ class Rounds:
             num_losses (`int`, defaults to `1`):
                 How many.
         """
-        self._loss_sum = self._loss_sum + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        self._num_losses += num_losses
+        self._tally.loss_sum = self._tally.loss_sum + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._tally.num_losses += num_losses
 
     def step(self, loss: torch.Tensor | float | None = None, tokens: int = 0) -> RoundMetrics | None:
         """
@@ -161,8 +152,8 @@ class Rounds:
             [`RoundMetrics`] or `None`: The metrics of the last round, `None` if the model was at a border already.
         """
         metrics = self.close().metrics if self.steps else None
+        # A finished federation may be evaluated and saved; an optimizer step on it will be refused.
         guard.detach(self)
-        # A finished federation may be evaluated and saved; training it on would be noticed by the guard.
         return metrics
 
     @property
@@ -192,42 +183,31 @@ class Rounds:
             FederationMismatchError: On every rank, if the groups made different numbers of steps or train different
                 parameters.
         """
-        reached = time.perf_counter()
-        started = reached if self._started is None else self._started
+        seconds = self._tally.seconds()
         votes, sums = dict(votes or {}), dict(sums or {})
         if self.mesh.layout.num_groups == 1:
-            return self._close_alone(votes, sums, reached - started)
-        reshard(self.model)
-        shards = local_shards(self.model, trainable_only=True)
-        plan = self._plan_for(shards)
-        finite = _all_finite(shards.values())
-        rows, wait_seconds = exchange_rows(
-            {
-                **self._row(votes, plan, finite, reached - started),
-                **{f"sum/{name}": value for name, value in sums.items()},
-            },
-            self.mesh,
-        )
+            return self._close_alone(votes, sums, seconds)
+        held = self.averager.collect()
+        row = self._row(held, seconds)
+        row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
+        row.update({f"sum/{name}": value for name, value in sums.items()})
+        rows, wait_seconds = exchange_rows(row, self.mesh)
         self._check_rows(rows)
         excluded = tuple(group for group, bad in enumerate(rows["not_finite"]) if bad)
         start = time.perf_counter()
-        report = self._average(plan, shards, excluded)
-        drift = self._exchange_drift(report.squared_drift, report.squared_norm, excluded)
-        sync_seconds = time.perf_counter() - start
+        drift = self.averager.average(held, excluded)
         metrics = RoundMetrics(
             round=self.round + 1,
             steps=self.steps,
-            seconds=time.perf_counter() - started,
+            seconds=self._tally.seconds(),
             wait_seconds=wait_seconds,
-            sync_seconds=sync_seconds,
+            sync_seconds=time.perf_counter() - start,
             bytes_sent=int(rows["slow_bytes"][self.mesh.group_index]),
             drift=drift,
-            losses=tuple(
-                s / n if n else float("nan") for s, n in zip(rows["loss_sum"], rows["num_losses"], strict=True)
-            ),
-            tokens_per_second=tuple(
-                n * self.mesh.layout.group_size / t if t > 0 else 0.0
-                for n, t in zip(rows["tokens"], rows["seconds"], strict=True)
+            losses=ratios(rows["loss_sum"], rows["num_losses"], otherwise=float("nan")),
+            # Each rank adds its seconds to the row, so their sum over the group is `group_size` times the group's.
+            tokens_per_second=ratios(
+                rows["tokens"], [total / self.mesh.layout.group_size for total in rows["seconds"]], otherwise=0.0
             ),
             excluded=excluded,
         )
@@ -257,49 +237,17 @@ class Rounds:
                 f"with sync_every={self.config.sync_every}. Call `fedavg.step()` after each optimizer step."
             )
 
-    def _average(
-        self, plan: ExchangePlan, shards: Mapping[str, torch.Tensor], excluded: tuple[int, ...]
-    ) -> AveragingReport:
-        num_groups = self.mesh.layout.num_groups
-        included = num_groups - len(excluded)
-        left_out = self.mesh.group_index in excluded
-        with torch.no_grad():
-            report = run_exchange(plan, shards, self.mesh.device, 0.0 if left_out else 1.0, float(included))
-            average_replicated(persistent_buffers(self.model), self.mesh, not left_out, included)
-        if excluded:
-            if torch.distributed.get_rank() == 0:
-                logger.warning(
-                    "Round %d: the parameters of group %s were not finite. It was left out of the average, has taken "
-                    "the average of the others, and starts with fresh optimizer moments.",
-                    self.round + 1,
-                    ", ".join(map(str, excluded)),
-                )
-            if left_out:
-                for optimizer in self.optimizers:
-                    optimizer.state.clear()
-        return report
-
-    def _exchange_drift(
-        self, squared_drift: torch.Tensor, squared_norm: torch.Tensor, excluded: tuple[int, ...]
-    ) -> float:
-        # The replicas of a group each report the whole shard, so the ratio needs no correction.
-        rows, _ = exchange_rows({"drift": squared_drift.item(), "norm": squared_norm.item()}, self.mesh)
-        included = self.mesh.layout.num_groups - len(excluded)
-        norm = rows["norm"][0]
-        return (sum(rows["drift"]) / included / norm) ** 0.5 if norm > 0 else 0.0
-
-    def _row(self, votes: Mapping[str, bool], plan: ExchangePlan, finite: bool, seconds: float) -> dict[str, float]:
+    def _row(self, held: Held, seconds: float) -> dict[str, float]:
         group_size = self.mesh.layout.group_size
         return {
             "steps": self.steps / group_size,
-            "plan": zlib.crc32(repr(self._plan_names).encode()) / group_size,
-            "not_finite": float(not finite),
-            "slow_bytes": plan.slow_bytes(),
+            "plan": zlib.crc32(repr(list(held.shards)).encode()) / group_size,
+            "not_finite": float(not held.finite),
+            "slow_bytes": held.plan.slow_bytes(),
             "seconds": seconds,
-            "tokens": float(self._tokens),
-            "loss_sum": float(self._loss_sum) if self._num_losses else 0.0,
-            "num_losses": self._num_losses,
-            **{f"vote/{name}": float(cast) for name, cast in votes.items()},
+            "tokens": float(self._tally.tokens),
+            "loss_sum": float(self._tally.loss_sum),
+            "num_losses": self._tally.num_losses,
         }
 
     def _check_rows(self, rows: Mapping[str, list[float]]) -> None:
@@ -320,18 +268,19 @@ class Rounds:
                 "from the last checkpoint."
             )
 
-    def _plan_for(self, shards: Mapping[str, torch.Tensor]) -> ExchangePlan:
-        """The plan for the parameters that train now. Unfreezing some in mid-run makes a new one."""
-        if self._plan is None or tuple(shards) != self._plan_names:
-            self._plan = plan_exchange(shards, self.mesh, self.config.bucket_size_bytes)
-            self._plan_names = tuple(shards)
-        return self._plan
-
     def _close_alone(self, votes: dict[str, bool], sums: dict[str, float], seconds: float) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
-        loss = float(self._loss_sum) / self._num_losses if self._num_losses else float("nan")
-        rate = self._tokens * self.mesh.layout.group_size / seconds if seconds > 0 else 0.0
-        metrics = RoundMetrics(self.round + 1, self.steps, seconds, 0.0, 0.0, 0, 0.0, (loss,), (rate,))
+        metrics = RoundMetrics(
+            round=self.round + 1,
+            steps=self.steps,
+            seconds=seconds,
+            wait_seconds=0.0,
+            sync_seconds=0.0,
+            bytes_sent=0,
+            drift=0.0,
+            losses=ratios([float(self._tally.loss_sum)], [self._tally.num_losses], otherwise=float("nan")),
+            tokens_per_second=ratios([self._tally.tokens * self.mesh.layout.group_size], [seconds], otherwise=0.0),
+        )
         self._next_round()
         return Border(metrics, votes, sums)
 
@@ -339,35 +288,4 @@ class Rounds:
         self.round += 1
         self.steps = 0
         self.num_optimizer_steps = 0
-        self._started = None
-        self._tokens = 0
-        self._loss_sum = 0.0
-        self._num_losses = 0
-
-
-def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    norms = [tensor.norm() for tensor in tensors if tensor.numel()]
-    return bool(torch.isfinite(torch.stack([norm.double().cpu() for norm in norms])).all()) if norms else True
-
-
-def _compare_models(model: nn.Module, mesh: FederationMesh, config: FederationConfig) -> None:
-    """The handshake about what is averaged: settings, and name, shape, dtype and role of every parameter."""
-    error = None
-    try:
-        check_trainable_parameters(model)
-    except ValueError as problem:
-        error = str(problem)
-    described = [
-        (name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in model.named_parameters()
-    ]
-    described += [(name, tuple(buffer.shape), str(buffer.dtype), False) for name, buffer in model.named_buffers()]
-    agree(
-        "the federated model",
-        {
-            **vars(config),
-            "layout": str(mesh.layout),
-            "num_parameters": len(described),
-            "parameters": f"{zlib.crc32(repr(described).encode()):08x}",
-        },
-        error,
-    )
+        self._tally = Tally()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,15 +57,13 @@ def check_trainable_parameters(model: nn.Module) -> None:
         )
 
 
-def local_shards(model: nn.Module, trainable_only: bool) -> dict[str, torch.Tensor]:
+def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     The tensors in which this rank holds its share of the parameters. Call [`reshard`] first.
 
     Args:
         model (`nn.Module`):
             The prepared model.
-        trainable_only (`bool`):
-            Leave frozen parameters out.
 
     Returns:
         `dict[str, torch.Tensor]`: By name, in the model's order, the same on all ranks. Each aliases the parameter's
@@ -71,8 +71,6 @@ def local_shards(model: nn.Module, trainable_only: bool) -> dict[str, torch.Tens
     """
     shards = {}
     for name, param in model.named_parameters():
-        if trainable_only and not param.requires_grad:
-            continue
         local = param.detach()
         if isinstance(local, DTensor):
             shards[name] = local.to_local()
@@ -112,6 +110,22 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer.detach()
     return found
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """
+    Whether no element is NaN or infinite.
+
+    Args:
+        tensors (`Iterable[torch.Tensor]`):
+            Tensors of any dtype on any device; integers are finite.
+    """
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=accumulation_dtype(tensor.dtype))
+        for tensor in tensors
+        if tensor.numel() and tensor.is_floating_point()
+    ]
+    return not norms or bool(torch.isfinite(torch.stack([norm.double().cpu() for norm in norms])).all())
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
