@@ -32,7 +32,7 @@ class Held:
         plan ([`ExchangePlan`]):
             How the shards are exchanged.
         finite (`bool`):
-            Whether all of it is finite.
+            Whether all of it is, buffers left aside that were not when training began.
     """
 
     shards: dict[str, torch.Tensor]
@@ -70,6 +70,8 @@ class ModelAverager:
         self._trained: set[str] = set()
         self._plan: ExchangePlan | None = None
         self._plan_names: tuple[str, ...] = ()
+        # A constant such as a causal mask of -inf is no sign of trouble.
+        self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
         self.note_trainable()
 
     def note_trainable(self) -> None:
@@ -91,7 +93,8 @@ class ModelAverager:
             self._plan = plan_exchange(shards, self.mesh, self.config.bucket_size_bytes)
             self._plan_names = tuple(shards)
         buffers = persistent_buffers(self.model)
-        return Held(shards, buffers, self._plan, all_finite([*shards.values(), *buffers.values()]))
+        finite = all_finite([*shards.values(), *(buffers[name] for name in self._checked_buffers)])
+        return Held(shards, buffers, self._plan, finite)
 
     def average(self, held: Held, excluded: tuple[int, ...]) -> float:
         """

@@ -278,9 +278,9 @@ def _finish(
 def average_replicated(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, finite: bool, total: int) -> None:
     """
     Brings tensors that every rank holds whole, such as BatchNorm statistics, to one value: floating-point ones to the
-    mean over all ranks of all groups, integer ones to the value of the first rank of the first contributing group.
+    mean over all ranks of all groups, integer ones to the value of group 0's first rank.
 
-    Two steps, the same on all ranks: a sum inside the group (fast tier), then one over the groups.
+    Two steps for each tensor, the same on all ranks: inside the group (fast tier), then over the groups.
 
     Args:
         tensors (`Mapping[str, torch.Tensor]`):

@@ -26,6 +26,7 @@ TRAINER_SEAMS = {
     "train": ("resume_from_checkpoint",),
     "get_train_dataloader": (),
     "_get_num_items_in_batch": ("batch_samples", "device"),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
     "log": ("logs",),
     "evaluate": ("eval_dataset",),
     "predict": ("test_dataset",),
@@ -69,6 +70,7 @@ class TrainerBinding:
     - `accelerator.gather`, `reduce`, ...: among the group's ranks while a round is running.
     - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
       round waits for the border.
+    - `_maybe_log_save_evaluate`: a stop asked for on some ranks while Trainer logs, evaluates or saves holds for all.
     - `log`: adds the metrics of a round before the reporting callbacks see the logs.
     - `evaluate`, `predict`, `save_model`, `_save_checkpoint`: called directly inside a round, they close it first.
 
@@ -111,6 +113,7 @@ class TrainerBinding:
         replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
         replace(trainer, "get_train_dataloader", self._get_train_dataloader)
         replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
         replace(trainer, "log", self._log)
         replace(trainer, "save_model", self._save_model)
         replace(trainer.callback_handler, "call_event", self._call_event)
@@ -227,6 +230,15 @@ class TrainerBinding:
             return control
 
         return call_event
+
+    def _maybe_log_save_evaluate(self, original: Method) -> Method:
+        def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self.session is not None:
+                self.session.after_border(self.trainer.control)
+            return result
+
+        return maybe_log_save_evaluate
 
     def _log(self, original: Method) -> Method:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:

@@ -47,10 +47,10 @@ class FederationConfig:
         _check_int("sync_every", self.sync_every, minimum=1)
         _check_int("bucket_size_bytes", self.bucket_size_bytes, minimum=1024)
         _check_int("log_every_rounds", self.log_every_rounds, minimum=0)
-        if self.timeout_seconds is not None and not (
-            isinstance(self.timeout_seconds, (int, float)) and 0 < self.timeout_seconds < math.inf
-        ):
-            raise ValueError(f"timeout_seconds must be a positive number, but got {self.timeout_seconds!r}.")
+        seconds = self.timeout_seconds
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (number and 0 < seconds < math.inf):
+            raise ValueError(f"timeout_seconds must be a positive number, but got {seconds!r}.")
 
     @classmethod
     def from_arguments(cls, **explicit: Any) -> FederationConfig:

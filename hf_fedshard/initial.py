@@ -16,6 +16,10 @@ from .mesh import FederationMesh
 from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
 
 
+# Elements that are checksummed at once; a multiple of 8, so that only the last chunk of a tensor is padded.
+_CHECKSUM_CHUNK = 2**20
+
+
 def agree_on_model(model: nn.Module, mesh: FederationMesh, config: FederationConfig) -> None:
     """
     The handshake about what is averaged: settings, and name, shape, dtype and role of every parameter and buffer.
@@ -125,19 +129,17 @@ def verify_one_model(
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Two int64 of all bits; each tensor's hash is multiplied by its position, so that exchanged tensors are seen."""
+    """Two int64 of all bits: the sum of all words, and their sum weighted by where they stand. Integers wrap around."""
     plain = torch.zeros((), dtype=torch.int64, device=device)
     placed = torch.zeros((), dtype=torch.int64, device=device)
-    for position, tensor in enumerate(tensors.values()):
-        if tensor.numel() == 0:
-            continue
-        bits = to_wire(tensor, device).reshape(-1).view(torch.uint8)
-        padding = -bits.numel() % 8
-        words = torch.cat([bits, bits.new_zeros(padding)]) if padding else bits
-        # Wrapping int64 sums: of the words, and of the words weighted by where they stand.
-        words = words.view(torch.int64)
-        total = words.sum()
-        plain += total
-        placed += total * (2 * position + 1)
-        placed += (words[1:] ^ words[:-1]).sum()
+    position = 0
+    for tensor in tensors.values():
+        for chunk in to_wire(tensor, device).reshape(-1).split(_CHECKSUM_CHUNK):
+            padding = -chunk.numel() * chunk.element_size() % 8 // chunk.element_size()
+            # A copy: words of 8 bytes need memory that is aligned to them.
+            words = torch.nn.functional.pad(chunk, (0, padding)).clone().view(torch.int64)
+            places = torch.arange(position, position + words.numel(), device=device)
+            plain += words.sum()
+            placed += (words * (2 * places + 1)).sum()
+            position += words.numel()
     return torch.stack([plain, placed])

@@ -39,6 +39,26 @@ def check_seam(owner: type, name: str, parameters: Sequence[str]) -> None:
         )
 
 
+def check_attribute(instance: Any, name: str) -> None:
+    """
+    Checks that an object still has an attribute that this package reads.
+
+    Args:
+        instance (`Any`):
+            The upstream object.
+        name (`str`):
+            The attribute.
+
+    Raises:
+        UpstreamChangedError: If it has not.
+    """
+    if not hasattr(instance, name):
+        raise UpstreamChangedError(
+            f"{type(instance).__qualname__}.{name} is missing, but hf_fedshard reads it. It was tested with "
+            f"{TESTED_VERSIONS}: install these, or a release of hf_fedshard for your versions."
+        )
+
+
 class Patches:
     """Replacements of bound methods on instances, to be undone together. Classes are never touched."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from . import guard
 from .agreement import agree_on_training
 from .config import FederationConfig
 from .mesh import FederationMesh
+from .metrics import exchange_rows
 from .rounds import Rounds
+from .seams import check_attribute
 
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
@@ -41,10 +43,14 @@ class TrainingSession:
         self.mesh = mesh
         self.config = config
         self.in_round = False
+        for attribute in ("_tr_loss", "_globalstep_last_logged"):
+            check_attribute(trainer, attribute)
         agree_on_training(trainer)
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         model: Any = trainer.model
         self.rounds = Rounds(model, mesh, config, [optimizer])
+        # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
+        self._at_border = False
         self._epoch = 0
         self._epoch_is_empty = True
         self._tokens = 0
@@ -80,14 +86,22 @@ class TrainingSession:
             self._hold_back(control)
         elif event == "on_step_end":
             self._end_step(state, control)
-        elif event == "on_epoch_end" and self.in_round:
-            # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
-            ends_here = self._epoch_is_empty or self._epoch >= state.num_train_epochs
-            self._hold_back(control)
-            if ends_here:
-                self._close(state, control)
+        elif event == "on_epoch_end":
+            self._end_epoch(state, control)
         elif event == "on_train_end" and self.in_round and not self.rounds.at_border:
             self._close(state, control)
+
+    def after_border(self, control: TrainerControl) -> None:
+        """
+        To be called when Trainer has logged, evaluated and saved what was due: a stop that a callback asked for
+        meanwhile on some ranks holds for all. Collective at a border, without effect inside a round.
+
+        Args:
+            control (`TrainerControl`):
+                Trainer's.
+        """
+        if self._at_border:
+            self._share(control, ("should_training_stop", "should_epoch_stop"))
 
     def count_tokens(self, batches: list[Any]) -> None:
         """
@@ -127,6 +141,7 @@ class TrainingSession:
 
     def _begin_step(self) -> None:
         self._epoch_is_empty = False
+        self._at_border = False
         self.in_round = True
         self.rounds.begin_step()
         if self._losses_before is None:
@@ -134,13 +149,32 @@ class TrainingSession:
 
     def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
         self._count_steps(state)
-        if self.rounds.at_border:
+        self._at_border = self.rounds.at_border
+        if self._at_border:
             # Closed on demand in this very step: this is the border that the requests wait for.
             self.in_round = False
+            self._share(control, FLAGS)
             return
         self._hold_back(control)
         if self.rounds.steps >= self.config.sync_every or state.global_step >= state.max_steps:
             self._close(state, control)
+
+    def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
+        if not self.in_round:
+            if self._at_border:
+                self._share(control, FLAGS)
+            return
+        # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
+        ends_here = self._epoch_is_empty or self._epoch >= state.num_train_epochs
+        self._hold_back(control)
+        if ends_here:
+            self._close(state, control)
+
+    def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
+        """At a border: what any rank asks for holds for all."""
+        rows, _ = exchange_rows({flag: float(getattr(control, flag)) for flag in flags}, self.mesh)
+        for flag in flags:
+            setattr(control, flag, any(rows[flag]))
 
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
@@ -168,6 +202,7 @@ class TrainingSession:
         self._losses_before = None
         self._pending_flags.clear()
         self.in_round = False
+        self._at_border = True
         for flag, wanted in border.votes.items():
             if wanted:
                 setattr(control, flag, True)

@@ -120,12 +120,9 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
         tensors (`Iterable[torch.Tensor]`):
             Tensors of any dtype on any device; integers are finite.
     """
-    norms = [
-        torch.linalg.vector_norm(tensor, dtype=accumulation_dtype(tensor.dtype))
-        for tensor in tensors
-        if tensor.numel() and tensor.is_floating_point()
-    ]
-    return not norms or bool(torch.isfinite(torch.stack([norm.double().cpu() for norm in norms])).all())
+    # The largest magnitude: NaN and infinity show in it, and unlike a sum of squares it cannot overflow.
+    largest = [tensor.abs().amax() for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
+    return not largest or bool(torch.isfinite(torch.stack([value.double().cpu() for value in largest])).all())
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -89,10 +89,16 @@ def pack(texts: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgume
         num_blocks = len(tokens) // block_size
         return {"input_ids": [tokens[i * block_size : (i + 1) * block_size] for i in range(num_blocks)]}
 
-    options: dict[str, Any] = {"batched": True, "remove_columns": texts.column_names}
+    # The only column, because a stream may not know the names of the others.
+    texts = texts.select_columns(text_column)
+    options: dict[str, Any] = {"batched": True, "remove_columns": [text_column]}
     if isinstance(texts, Dataset):
         options |= {"num_proc": args.preprocessing_num_workers, "desc": f"Packing blocks of {block_size} tokens"}
     blocks = texts.map(pack_batch, **options)
+    if isinstance(blocks, Dataset) and len(blocks) == 0:
+        raise ValueError(
+            f"{len(texts)} texts fill no block of {block_size} tokens: check the hold-out and --block_size."
+        )
     if limit is None or (isinstance(blocks, Dataset) and len(blocks) <= limit):
         return blocks
     return blocks.take(limit)

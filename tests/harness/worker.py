@@ -157,6 +157,10 @@ class CleanSlate:
         os.environ.update(self._env)
         warnings.filters[:] = self._filters  # type: ignore[index]
         DEFAULT_CALLBACKS[:] = self._callbacks
+        if (guard := sys.modules.get("hf_fedshard.guard")) is not None:
+            guard.reset()
+        if (cpu := sys.modules.get("hf_fedshard.cpu")) is not None:
+            cpu.uninstall()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.set_default_dtype(torch.float32)
