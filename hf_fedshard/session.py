@@ -160,6 +160,9 @@ class TrainingSession:
             self._close(state, control)
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
+        if self._epoch_is_empty and state.global_step == 0:
+            # Only now is it known of a stream: looking ahead would lose the first example of one that can be read once.
+            raise ValueError("The train_dataset is empty: its stream gave no batch. Give it at least one example.")
         if not self.in_round:
             if self._at_border:
                 self._share(control, FLAGS)
