@@ -9,7 +9,7 @@ from transformers.trainer_utils import has_length
 
 from .config import FederationConfig
 from .handshake import agree
-from .launch import check_launch, layout_for, stated_sizes
+from .launch import FSDP1_ERROR, check_launch, layout_for, stated_sizes
 from .versions import versions
 
 
@@ -72,6 +72,9 @@ def agree_on_training(trainer: Trainer) -> None:
 
 def _check_trainer(trainer: Trainer, callback_type: type) -> None:
     args: Any = trainer.args
+    plugin_args = getattr(args, "fsdp_plugin_args", None) or {}
+    if plugin_args.get("fsdp_version", 2) == 1:
+        raise ValueError(FSDP1_ERROR.format(version=1))
     check_launch(trainer.accelerator.state)
     given = sum(isinstance(callback, callback_type) for callback in trainer.callback_handler.callbacks)
     if given > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ Method = Callable[..., Any]
 TRAINER_SEAMS = {
     "train": ("resume_from_checkpoint",),
     "get_train_dataloader": (),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "_get_num_items_in_batch": ("batch_samples", "device"),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
     "log": ("logs",),
@@ -66,7 +67,8 @@ class TrainerBinding:
 
     - `train`: puts the federation in force before and takes it back after, also after an exception.
     - `get_train_dataloader`: each rank reads its own data.
-    - `_get_num_items_in_batch`: the tokens of the group instead of the world.
+    - `get_batch_samples`, `_get_num_items_in_batch`: for a training step the tokens of the group instead of the world;
+      an evaluation counts as ever.
     - `accelerator.gather`, `reduce`, ...: among the group's ranks while a round is running.
     - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
       round waits for the border.
@@ -97,7 +99,7 @@ class TrainerBinding:
         self._patches = Patches()
         self._accelerator_patches = Patches()
         self._bound_accelerator: Accelerator | None = None
-        self._counting = False
+        self._drawing = False
 
     def install(self, before_train: Callable[[], None], after_train: Callable[[], None]) -> None:
         """
@@ -112,6 +114,7 @@ class TrainerBinding:
         replace, trainer = self._patches.replace, self.trainer
         replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
         replace(trainer, "get_train_dataloader", self._get_train_dataloader)
+        replace(trainer, "get_batch_samples", self._get_batch_samples)
         replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
         replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
         replace(trainer, "log", self._log)
@@ -141,7 +144,7 @@ class TrainerBinding:
     def _choose(self, group_local: Method) -> Callable[[Method], Method]:
         def make(world: Method) -> Method:
             def collective(*args: Any, **kwargs: Any) -> Any:
-                inside = self._counting or (self.session is not None and self.session.in_round)
+                inside = self._drawing or (self.session is not None and self.session.in_round)
                 return (group_local if inside else world)(*args, **kwargs)
 
             return collective
@@ -196,13 +199,23 @@ class TrainerBinding:
 
         return get_train_dataloader
 
-    def _get_num_items_in_batch(self, original: Method) -> Method:
-        def get_num_items_in_batch(batch_samples: list[Any], device: torch.device) -> Any:
-            with self._counting_in_group():
-                count = original(batch_samples, device)
+    def _get_batch_samples(self, original: Method) -> Method:
+        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+            self._drawing = True
+            try:
+                batch_samples, num_items_in_batch = original(*args, **kwargs)
+            finally:
+                self._drawing = False
             if self.session is not None:
                 self.session.count_tokens(batch_samples)
-            if count is None or not self.trainer.args.average_tokens_across_devices:
+            return batch_samples, num_items_in_batch
+
+        return get_batch_samples
+
+    def _get_num_items_in_batch(self, original: Method) -> Method:
+        def get_num_items_in_batch(batch_samples: list[Any], device: torch.device) -> Any:
+            count = original(batch_samples, device)
+            if not self._drawing or count is None or not self.trainer.args.average_tokens_across_devices:
                 return count
             # Trainer multiplies the loss by the ranks that hold different batches in the *world*, FSDP2 averages over
             # those of the *group*: G too many, which the count makes up for. The product is an exact integer and stays
@@ -211,14 +224,6 @@ class TrainerBinding:
             return scaled.round().to(torch.int64)
 
         return get_num_items_in_batch
-
-    @contextlib.contextmanager
-    def _counting_in_group(self) -> Iterator[None]:
-        self._counting = True
-        try:
-            yield
-        finally:
-            self._counting = False
 
     def _call_event(self, original: Method) -> Method:
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from . import cpu, environment
 from .agreement import agree_on_launch
 from .binding import TrainerBinding, trainer_under_construction
 from .config import FederationConfig
-from .launch import layout_for, stated_sizes
+from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .parallelism import FederatedParallelismConfig
 
 
@@ -70,6 +70,9 @@ class FedAvgCallback(TrainerCallback):
             log_every_rounds=log_every_rounds,
             timeout_seconds=timeout_seconds,
         )
+        if environment.launch_asks_for_fsdp() and environment.launched_fsdp_version() == 1:
+            # Here, since on CPU Accelerate would stop at FSDP1 with a message about missing devices.
+            raise ValueError(FSDP1_ERROR.format(version=1))
         if environment.launched_world_size() > 1 and not torch.accelerator.is_available():
             cpu.install()
         self._bound_to: Trainer | None = None
@@ -120,11 +123,14 @@ class FedAvgCallback(TrainerCallback):
             if state.is_main_process:
                 logger.warning("num_groups=1: training with plain FSDP or HSDP, there is nothing to average.")
             return
-        self._stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
+        stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
         if isinstance(state.parallelism_config, FederatedParallelismConfig):
+            # The user's own, or that of another callback whose Trainer shares Accelerate's state and has not trained.
             self._parallelism = state.parallelism_config
         else:
             self._parallelism = FederatedParallelismConfig(self.config, layout, base=state.parallelism_config)
+            self._parallelism.stock = stock
+        self._stock = self._parallelism.stock or stock
         self._put_in_force()
         self._parallelism.mesh.set_timeout(self.config.timeout_seconds or trainer.args.ddp_timeout)
         self._binding = TrainerBinding(trainer, self._parallelism, self.config)

@@ -12,6 +12,8 @@ from typing import Any
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from .launch import check_not_alone
+
 
 _original_init: Any = None
 
@@ -56,6 +58,8 @@ def install() -> None:
     @functools.wraps(original)
     def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        # Before Accelerate finds that the sizes of the launch file do not fit one process, which is not the fault.
+        check_not_alone(self)
         plugin = kwargs.get("fsdp_plugin")
         if plugin is not None:
             enable_fsdp_on_cpu(self, plugin)

@@ -18,6 +18,26 @@ FSDP1_ERROR = (
 )
 
 
+def check_not_alone(state: AcceleratorState) -> None:
+    """
+    Refuses several processes of which each believes it is alone.
+
+    Args:
+        state (`AcceleratorState`):
+            Accelerate's state.
+
+    Raises:
+        ValueError: If the launcher started more processes than Accelerate sees; the message has the way out.
+    """
+    launched = environment.launched_world_size()
+    if launched > 1 and state.num_processes == 1:
+        raise ValueError(
+            f"{launched} processes were launched, but this one runs alone: each would train by itself and all would "
+            "write the same folder. On CPU set use_cpu=True in TrainingArguments, or Accelerator(cpu=True); the "
+            "launcher does not hand `use_cpu` on to several processes."
+        )
+
+
 def check_launch(state: AcceleratorState) -> None:
     """
     Refuses launches that cannot be federated.
@@ -31,13 +51,7 @@ def check_launch(state: AcceleratorState) -> None:
         believes
             it is alone; the message has the way out.
     """
-    launched = environment.launched_world_size()
-    if launched > 1 and state.num_processes == 1:
-        raise ValueError(
-            f"{launched} processes were launched, but this one runs alone: each would train by itself and all would "
-            "write the same folder. On CPU set use_cpu=True in TrainingArguments, or Accelerator(cpu=True); the "
-            "launcher does not hand `use_cpu` on to several processes."
-        )
+    check_not_alone(state)
     if state.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError(
             "hf_fedshard shards with FSDP version 2 and cannot federate DeepSpeed. Launch with one of the FSDP configs "

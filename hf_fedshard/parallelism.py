@@ -106,6 +106,8 @@ class FederatedParallelismConfig(ParallelismConfig):
         self.federation_layout = layout
         self.federation: FederationMesh | None = None
         self.plugin = plugin
+        # What a callback took out of Accelerate's state to put this in.
+        self.stock: dict[str, Any] = {}
 
     @property
     def mesh(self) -> FederationMesh:
@@ -139,7 +141,7 @@ class FederatedParallelismConfig(ParallelismConfig):
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainer pickles its arguments beside the model; process groups cannot be, and mean nothing elsewhere.
-        return {**vars(self), "federation": None, "device_mesh": None, "plugin": None}
+        return {**vars(self), "federation": None, "device_mesh": None, "plugin": None, "stock": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FederatedParallelismConfig:
         return self  # holds process groups, and stands for the one federation of this process

@@ -159,6 +159,7 @@ class CleanSlate:
         DEFAULT_CALLBACKS[:] = self._callbacks
         if (guard := sys.modules.get("hf_fedshard.guard")) is not None:
             guard.reset()
+        forget_dtensor_caches()
         if (cpu := sys.modules.get("hf_fedshard.cpu")) is not None:
             cpu.uninstall()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -175,6 +176,19 @@ class CleanSlate:
             dist.destroy_process_group()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+def forget_dtensor_caches() -> None:
+    """
+    DTensor keeps redistribution plans by the content of a mesh. The next body's meshes may be equal to those of the last,
+    but their process groups have other names, and the kept plans would look for the old ones.
+    """
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _run(rank: int, world_size: int, store: dist.Store, task: Task) -> RankReport:
