@@ -10,6 +10,7 @@ from transformers.trainer_utils import has_length
 from .config import FederationConfig
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, layout_for, stated_sizes
+from .parallelism import FederatedParallelismConfig
 from .versions import versions
 
 
@@ -33,8 +34,9 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
     error = None
     try:
         _check_trainer(trainer, callback_type)
+        _check_given_federation(state.parallelism_config, config)
         layout_for(config, state.num_processes, stated_sizes(state.parallelism_config))
-    except ValueError as problem:
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         if state.num_processes == 1:
             raise
         error = str(problem)
@@ -65,9 +67,24 @@ def agree_on_training(trainer: Trainer) -> None:
             "eval_steps": (str(args.eval_strategy), state.eval_steps),
             "save_steps": (str(args.save_strategy), state.save_steps),
             "max_grad_norm": args.max_grad_norm,
+            "data_seed": args.data_seed,
             "average_tokens_across_devices": args.average_tokens_across_devices,
         },
     )
+
+
+def _check_given_federation(parallelism_config: Any, config: FederationConfig) -> None:
+    """A federation that is in force already, from a plugin or from a callback beside this one, must be this one."""
+    if not isinstance(parallelism_config, FederatedParallelismConfig):
+        return
+    given = parallelism_config.federation_config
+    for name in ("num_groups", "sync_every"):
+        ours, theirs = getattr(config, name), getattr(given, name)
+        if ours is not None and ours != theirs:
+            raise ValueError(
+                f"The callback has {name}={ours}, but the federation that is in force already has {name}={theirs}. Give "
+                "both the same value."
+            )
 
 
 def _check_trainer(trainer: Trainer, callback_type: type) -> None:
@@ -83,6 +100,11 @@ def _check_trainer(trainer: Trainer, callback_type: type) -> None:
         raise ValueError(
             "dispatch_batches=True lets rank 0 read for all ranks and send every batch across the federation groups. "
             "Set accelerator_config={'dispatch_batches': False}: each rank then reads its own part."
+        )
+    if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
+        raise ValueError(
+            f"optim={args.optim} updates parameters inside the backward pass, before FSDP2 has reduced their gradients. "
+            "Use another optimizer, such as adamw_torch."
         )
     if args.enable_jit_checkpoint:
         raise ValueError(

@@ -13,7 +13,7 @@ from .averaging import AveragingReport, ExchangePlan, average_replicated, plan_e
 from .config import FederationConfig
 from .mesh import FederationMesh
 from .metrics import exchange_rows
-from .shards import all_finite, local_shards, persistent_buffers, reshard
+from .shards import all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
 
 
 logger = logging.getLogger(__name__)
@@ -33,12 +33,15 @@ class Held:
             How the shards are exchanged.
         finite (`bool`):
             Whether all of it is, buffers left aside that were not when training began.
+        unmanaged (`list[str]`):
+            Trainable parameters that FSDP2 does not manage: none, unless they were added after the start.
     """
 
     shards: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     plan: ExchangePlan
     finite: bool
+    unmanaged: list[str]
 
 
 class ModelAverager:
@@ -94,7 +97,7 @@ class ModelAverager:
             self._plan_names = tuple(shards)
         buffers = persistent_buffers(self.model)
         finite = all_finite([*shards.values(), *(buffers[name] for name in self._checked_buffers)])
-        return Held(shards, buffers, self._plan, finite)
+        return Held(shards, buffers, self._plan, finite, unmanaged_parameters(self.model))
 
     def average(self, held: Held, excluded: tuple[int, ...]) -> float:
         """

@@ -8,13 +8,13 @@ in it, the process group that averages it, this rank's weight, and how its slice
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .mesh import FederationMesh
-from .shards import accumulation_dtype, from_wire, to_wire
+from .shards import accumulation_dtype, to_wire
 
 
 @dataclass(frozen=True)
@@ -51,27 +51,36 @@ class ExchangePlan:
             In the order of exchange, the same on all peers.
         slow (`ProcessGroup`):
             The ranks that average this rank's slice of each bucket.
-        fast (`ProcessGroup`):
-            The ranks of this group among which the slices of a bucket are spread and put together again; one rank
-            when there is a single replica.
+        fast (`ProcessGroup`, *optional*):
+            The ranks of this group among which the slices of a bucket are spread and put together again; `None` with a
+            single replica, where a slice is the whole bucket.
     """
 
     buckets: tuple[Bucket, ...]
     slow: dist.ProcessGroup
-    fast: dist.ProcessGroup
-    tensor_numels: Mapping[str, int] = field(default_factory=dict)
+    fast: dist.ProcessGroup | None
+
+    @property
+    def num_slices(self) -> int:
+        """Slices into which each bucket is cut."""
+        return 1 if self.fast is None else self.fast.size()
+
+    @property
+    def slice_index(self) -> int:
+        """The slice that this rank averages."""
+        return 0 if self.fast is None else self.fast.rank()
 
     def slow_bytes(self) -> int:
         """Bytes this rank sends over the slow tier in one averaging: a ring all-reduce of N bytes among P peers sends
         2N(P-1)/P from each."""
-        peers, slices = self.slow.size(), self.fast.size()
+        peers, slices = self.slow.size(), self.num_slices
         held = sum(bucket.numel // slices * bucket.dtype.itemsize for bucket in self.buckets)
         return 2 * held * (peers - 1) // peers
 
     def fast_bytes(self) -> int:
         """Bytes this rank sends inside its group in one averaging: a ring all-gather of N bytes among R ranks sends
         N(R-1)/R from each."""
-        slices = self.fast.size()
+        slices = self.num_slices
         return sum(bucket.numel // slices * bucket.dtype.itemsize * (slices - 1) for bucket in self.buckets)
 
 
@@ -116,9 +125,7 @@ def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, buc
         # A multiple of the slices, so that only the last bucket of a dtype is padded.
         capacity = max(bucket_size_bytes // dtype.itemsize // slices, 1) * slices
         buckets.extend(_fill_buckets(sizes, dtype, capacity, slices))
-    return ExchangePlan(
-        tuple(buckets), mesh.fed, mesh.replicate, {name: tensor.numel() for name, tensor in tensors.items()}
-    )
+    return ExchangePlan(tuple(buckets), mesh.fed, mesh.replicate)
 
 
 def _fill_buckets(sizes: Sequence[tuple[str, int]], dtype: torch.dtype, capacity: int, slices: int) -> list[Bucket]:
@@ -157,7 +164,7 @@ def run_exchange(
 
     The sums are in the bucket's dtype, fp32 or more. Equal weights of 1 are not multiplied in, so values that are
     equal in all groups come out unchanged. A weight of 0 contributes zeros, not `tensor * 0`, which would be NaN for
-    NaN. All ranks end with the same bits: each slice is summed once, by one ring, and handed on.
+    NaN. All ranks end with the same bits: each slice is summed by one all-reduce and handed on.
 
     Every rank of the world calls it together. Order of the collectives, the same on all ranks: all-reduce of bucket 0,
     all-reduce of bucket 1, all-gather of bucket 0, all-reduce of bucket 2, all-gather of bucket 1, ... The reductions
@@ -189,7 +196,7 @@ def run_exchange(
     for index, bucket in enumerate(plan.buckets):
         whole, part = buffers.take(index, bucket)
         _pack(bucket, flats, whole, weight)
-        part.copy_(whole.view(plan.fast.size(), -1)[plan.fast.rank()])
+        part.copy_(whole.view(plan.num_slices, -1)[plan.slice_index])
         work = dist.all_reduce(part, group=plan.slow, async_op=True)
         in_flight.append((bucket, whole, part, work))
         if len(in_flight) == 2:
@@ -217,7 +224,7 @@ class _Buffers:
     """Two pairs of buffers (whole bucket, own slice) for each dtype, used in turns."""
 
     def __init__(self, plan: ExchangePlan, device: torch.device) -> None:
-        self.slices = plan.fast.size()
+        self.slices = plan.num_slices
         largest: dict[torch.dtype, int] = {}
         for bucket in plan.buckets:
             largest[bucket.dtype] = max(largest.get(bucket.dtype, 0), bucket.numel)
@@ -262,7 +269,7 @@ def _finish(
 ) -> None:
     work.wait()
     part.div_(total)
-    if plan.fast.size() > 1:
+    if plan.fast is not None:
         dist.all_gather_single(whole, part, group=plan.fast)
     else:
         whole = part
@@ -275,33 +282,38 @@ def _finish(
         held.copy_(mean)
 
 
-def average_replicated(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, finite: bool, total: int) -> None:
+def average_replicated(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, included: bool, total: int) -> None:
     """
     Brings tensors that every rank holds whole, such as BatchNorm statistics, to one value: floating-point ones to the
     mean over all ranks of all groups, integer ones to the value of group 0's first rank.
 
-    Two steps for each tensor, the same on all ranks: inside the group (fast tier), then over the groups.
+    The order is the same on all ranks: a sum inside the group, a sum over the groups by the first rank of each, and a
+    broadcast inside the group. So the slow tier carries them once, and all ranks of a group get the same bits.
 
     Args:
         tensors (`Mapping[str, torch.Tensor]`):
             Names and tensors, the same names and shapes on all ranks, written in place.
         mesh ([`FederationMesh`]):
             The federation.
-        finite (`bool`):
+        included (`bool`):
             Whether this rank's group takes part; one that does not contributes zeros and takes the result.
         total (`int`):
             How many groups take part.
     """
-    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    counters = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}
-    for tensor in floating.values():
-        mean = tensor.to(mesh.device, accumulation_dtype(tensor.dtype), copy=True)
-        mean = mean if finite else torch.zeros_like(mean)
-        dist.all_reduce(mean, group=mesh.group)
-        dist.all_reduce(mean, group=mesh.fed)
-        tensor.copy_(mean.div_(total * mesh.group.size()))
-    for tensor in counters.values():
-        wire = to_wire(tensor, mesh.device)
-        dist.broadcast(wire, group_src=0, group=mesh.group)
-        dist.broadcast(wire, group_src=0, group=mesh.fed)
-        from_wire(tensor, wire)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors.values():
+        by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append(tensor)
+    leads = mesh.group.rank() == 0
+    for dtype, members in by_dtype.items():
+        flat = torch.cat([to_wire(tensor, mesh.device).reshape(-1) for tensor in members])
+        if dtype.is_floating_point:
+            flat = flat.to(dtype) if included else torch.zeros_like(flat, dtype=dtype)
+            dist.all_reduce(flat, group=mesh.group)
+            if leads:
+                dist.all_reduce(flat, group=mesh.fed)
+            flat.div_(total * mesh.group.size())
+        elif leads:
+            dist.broadcast(flat, group_src=0, group=mesh.fed)
+        dist.broadcast(flat, group_src=0, group=mesh.group)
+        for tensor, mean in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))

@@ -13,8 +13,15 @@ from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
 from .config import FederationConfig
-from .data import endless_if_sharded_by_files, keep_generators_in_step, refuse_dispatched_batches
-from .group_ops import GroupOps
+from .data import (
+    draw_in_one_order,
+    endless_if_sharded_by_files,
+    keep_generators_in_step,
+    one_seed,
+    refuse_dispatched_batches,
+    shared_seed,
+)
+from .group_ops import ACCELERATOR_SEAMS, GroupOps, keep_in_group
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
@@ -33,13 +40,6 @@ TRAINER_SEAMS = {
     "predict": ("test_dataset",),
     "save_model": ("output_dir", "_internal_call"),
     "_save_checkpoint": ("model", "trial"),
-}
-ACCELERATOR_SEAMS = {
-    "gather": ("tensor",),
-    "gather_for_metrics": ("input_data", "use_gather_object"),
-    "reduce": ("tensor", "reduction", "scale"),
-    "pad_across_processes": ("tensor", "dim", "pad_index", "pad_first"),
-    "wait_for_everyone": (),
 }
 HANDLER_SEAMS = {"call_event": ("event", "args", "state", "control")}
 SEAMS = ((Trainer, TRAINER_SEAMS), (Accelerator, ACCELERATOR_SEAMS), (CallbackHandler, HANDLER_SEAMS))
@@ -61,14 +61,26 @@ def trainer_under_construction() -> Trainer | None:
     return None
 
 
+def check_seams() -> None:
+    """
+    Checks all upstream methods that a binding replaces.
+
+    Raises:
+        UpstreamChangedError: If one is not as expected.
+    """
+    for owner, seams in SEAMS:
+        for name, parameters in seams.items():
+            check_seam(owner, name, parameters)
+
+
 class TrainerBinding:
     """
     Keeps what a Trainer does inside the federation groups, by replacing bound methods on this one instance.
 
     - `train`: puts the federation in force before and takes it back after, also after an exception.
     - `get_train_dataloader`: each rank reads its own data.
-    - `get_batch_samples`, `_get_num_items_in_batch`: for a training step the tokens of the group instead of the world;
-      an evaluation counts as ever.
+    - `get_batch_samples`, `_get_num_items_in_batch`: a training step counts the tokens of the group, an evaluation those
+      of the world as ever.
     - `accelerator.gather`, `reduce`, ...: among the group's ranks while a round is running.
     - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
       round waits for the border.
@@ -83,23 +95,18 @@ class TrainerBinding:
             The federation, its mesh built.
         config ([`FederationConfig`]):
             Its settings.
-
-    Raises:
-        UpstreamChangedError: If a method to be replaced is not as expected.
     """
 
     def __init__(self, trainer: Trainer, parallelism: FederatedParallelismConfig, config: FederationConfig) -> None:
-        for owner, seams in SEAMS:
-            for name, parameters in seams.items():
-                check_seam(owner, name, parameters)
         self.trainer = trainer
         self.parallelism = parallelism
         self.config = config
         self.session: TrainingSession | None = None
         self._patches = Patches()
-        self._accelerator_patches = Patches()
+        self._accelerator_patches: Patches | None = None
         self._bound_accelerator: Accelerator | None = None
         self._drawing = False
+        self._saving_checkpoint = False
 
     def install(self, before_train: Callable[[], None], after_train: Callable[[], None]) -> None:
         """
@@ -120,36 +127,32 @@ class TrainerBinding:
         replace(trainer, "log", self._log)
         replace(trainer, "save_model", self._save_model)
         replace(trainer.callback_handler, "call_event", self._call_event)
-        for name in ("evaluate", "predict", "_save_checkpoint"):
+        replace(trainer, "_save_checkpoint", self._save_checkpoint)
+        for name in ("evaluate", "predict"):
             replace(trainer, name, self._at_border)
         self._bind_accelerator()
 
     def remove(self) -> None:
         """Puts every method back."""
-        self._accelerator_patches.undo()
+        self._release_accelerator()
         self._patches.undo()
-        self._bound_accelerator = None
 
     def _bind_accelerator(self) -> None:
         """Follows the Trainer to a new accelerator: hyper-parameter search makes one for each trial."""
         accelerator = self.trainer.accelerator
-        if accelerator is self._bound_accelerator:
-            return
-        self._accelerator_patches.undo()
-        self._bound_accelerator = accelerator
-        group_ops = GroupOps(self.parallelism.mesh.group)
-        for name in ACCELERATOR_SEAMS:
-            self._accelerator_patches.replace(accelerator, name, self._choose(getattr(group_ops, name)))
+        if accelerator is not self._bound_accelerator:
+            self._release_accelerator()
+            ops = GroupOps(self.parallelism.mesh.group, self.parallelism.federation_layout.num_groups)
+            self._accelerator_patches = keep_in_group(accelerator, ops, self._inside)
+            self._bound_accelerator = accelerator
 
-    def _choose(self, group_local: Method) -> Callable[[Method], Method]:
-        def make(world: Method) -> Method:
-            def collective(*args: Any, **kwargs: Any) -> Any:
-                inside = self._drawing or (self.session is not None and self.session.in_round)
-                return (group_local if inside else world)(*args, **kwargs)
+    def _release_accelerator(self) -> None:
+        if self._accelerator_patches is not None:
+            self._accelerator_patches.undo()
+        self._accelerator_patches = self._bound_accelerator = None
 
-            return collective
-
-        return make
+    def _inside(self) -> bool:
+        return self._drawing or (self.session is not None and self.session.in_round)
 
     def _train(self, original: Method, before: Callable[[], None], after: Callable[[], None]) -> Method:
         def train(*args: Any, **kwargs: Any) -> Any:
@@ -188,13 +191,16 @@ class TrainerBinding:
             dispatch, config.dispatch_batches = config.dispatch_batches, False
             size = self.parallelism.data_parallel_size
             rank = trainer.accelerator.process_index // self.parallelism.non_data_parallel_size
+            seed = shared_seed(trainer.accelerator.device)
             try:
                 trainer.train_dataset = endless_if_sharded_by_files(dataset, size, rank)
-                dataloader = original()
+                with one_seed(seed):
+                    dataloader = original()
             finally:
                 config.dispatch_batches, trainer.train_dataset = dispatch, dataset
             refuse_dispatched_batches(dataloader)
             keep_generators_in_step(dataloader)
+            draw_in_one_order(dataloader, trainer.args.data_seed if trainer.args.data_seed is not None else seed)
             return dataloader
 
         return get_train_dataloader
@@ -217,11 +223,11 @@ class TrainerBinding:
             count = original(batch_samples, device)
             if not self._drawing or count is None or not self.trainer.args.average_tokens_across_devices:
                 return count
-            # Trainer multiplies the loss by the ranks that hold different batches in the *world*, FSDP2 averages over
-            # those of the *group*: G too many, which the count makes up for. The product is an exact integer and stays
-            # one: FSDP2's mixed precision would round a floating-point argument of the model (1,029 to 1,032).
-            scaled = torch.as_tensor(count, device=device).double() * self.parallelism.federation_layout.num_groups
-            return scaled.round().to(torch.int64)
+            # In the group the count comes out as if all groups had as many tokens as this one, see [`GroupOps`]. Trainer
+            # multiplies the loss by the ranks of the world and FSDP2 averages over those of the group, and so gradients
+            # are divided by the group's tokens. An integer: FSDP2's mixed precision would round a floating-point
+            # argument of the model (1,029 to 1,032).
+            return torch.as_tensor(count, device=device).double().round().to(torch.int64)
 
         return get_num_items_in_batch
 
@@ -263,16 +269,27 @@ class TrainerBinding:
 
         return at_border
 
+    def _save_checkpoint(self, original: Method) -> Method:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            self._saving_checkpoint = True
+            try:
+                with self._border():
+                    return original(*args, **kwargs)
+            finally:
+                self._saving_checkpoint = False
+
+        return save_checkpoint
+
     def _save_model(self, original: Method) -> Method:
-        def save_model(output_dir: str | None = None, _internal_call: bool = False) -> Any:
+        def save_model(*args: Any, **kwargs: Any) -> Any:
             plugin = self.trainer.accelerator.state.fsdp_plugin
             chosen = plugin.state_dict_type
-            if not _internal_call:
-                # Under SHARDED_STATE_DICT Trainer writes nothing here, without a word.
+            if not self._saving_checkpoint:
+                # Under SHARDED_STATE_DICT Trainer writes nothing here, without a word. A checkpoint has its own shards.
                 plugin.state_dict_type = type(chosen).FULL_STATE_DICT
             try:
                 with self._border():
-                    return original(output_dir, _internal_call)
+                    return original(*args, **kwargs)
             finally:
                 plugin.state_dict_type = chosen
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
 
 from . import cpu, environment
 from .agreement import agree_on_launch
-from .binding import TrainerBinding, trainer_under_construction
+from .binding import TrainerBinding, check_seams, trainer_under_construction
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
+from .metrics import RoundMetrics
 from .parallelism import FederatedParallelismConfig
 
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 
 class FedAvgCallback(TrainerCallback):
@@ -123,6 +124,7 @@ class FedAvgCallback(TrainerCallback):
             if state.is_main_process:
                 logger.warning("num_groups=1: training with plain FSDP or HSDP, there is nothing to average.")
             return
+        check_seams()
         stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
         if isinstance(state.parallelism_config, FederatedParallelismConfig):
             # The user's own, or that of another callback whose Trainer shares Accelerate's state and has not trained.
@@ -135,8 +137,13 @@ class FedAvgCallback(TrainerCallback):
         self._parallelism.mesh.set_timeout(self.config.timeout_seconds or trainer.args.ddp_timeout)
         self._binding = TrainerBinding(trainer, self._parallelism, self.config)
         self._binding.install(before_train=self._put_in_force, after_train=self._take_back)
-        if state.is_main_process:
-            logger.info("Federated training, %s, averaged every %d steps", layout, self.config.sync_every)
+        logger.info("Federated training, %s, averaged every %d steps", layout, self.config.sync_every)
+
+    @property
+    def last_round(self) -> RoundMetrics | None:
+        """Metrics of the last round of the training that is running; `None` before its first border and after it."""
+        session = None if self._binding is None else self._binding.session
+        return None if session is None else session.last_round
 
     def _put_in_force(self) -> None:
         """Puts the federated mesh into Accelerate's shared state, before a model is prepared on it."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from accelerate.data_loader import DataLoaderDispatcher
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from accelerate.utils import is_datasets_available, synchronize_rng_states
 
 from .handshake import agree
@@ -27,6 +31,58 @@ def refuse_dispatched_batches(dataloader: Any) -> None:
             "dispatch_batches=False (DataLoaderConfiguration, or accelerator_config in TrainingArguments): each rank "
             "then reads its own part."
         )
+
+
+def shared_seed(device: torch.device) -> int:
+    """
+    Rank 0's seed. Collective over the world.
+
+    Args:
+        device (`torch.device`):
+            Where the collective runs.
+    """
+    seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device=device)
+    dist.broadcast(seed, src=0)
+    return int(seed)
+
+
+@contextlib.contextmanager
+def one_seed(seed: int) -> Iterator[None]:
+    """
+    Lets what is made inside draw from one seed on all ranks, and leaves torch's random state as it was.
+
+    Args:
+        seed (`int`):
+            From [`shared_seed`].
+    """
+    state = torch.random.get_rng_state()
+    torch.random.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def draw_in_one_order(dataloader: Any, seed: int) -> None:
+    """
+    Makes all ranks shuffle alike, whatever their own seeds are: each takes every so many batches of one order, and of
+    different orders these would overlap.
+
+    Args:
+        dataloader (`DataLoader`):
+            A prepared data loader.
+        seed (`int`):
+            From [`shared_seed`].
+    """
+    sampler: Any = getattr(dataloader, "batch_sampler", None)
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    sampler = getattr(sampler, "sampler", None)
+    if isinstance(sampler, SeedableRandomSampler):
+        # Equal already where the loader was made under `one_seed`, or with a `data_seed`.
+        sampler.initial_seed = seed
+    elif hasattr(sampler, "generator") and sampler.generator is None:
+        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def keep_generators_in_step(dataloader: Any) -> None:
@@ -88,7 +144,11 @@ def endless_if_sharded_by_files(dataset: Any, num_processes: int, process_index:
         return dataset
     own = dataset.shard(num_shards=num_processes, index=process_index)
     error = None
-    if next(iter(own), None) is None:
+    try:
+        empty = next(iter(own), None) is None
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
+        empty, error = False, f"The stream of training data cannot be read: {problem!r}"
+    if empty:
         error = (
             f"The stream's files for data rank {process_index} of {num_processes} hold no example. Leave empty files "
             "out, or give fewer files than ranks, so that each rank reads the whole stream and takes its turn."

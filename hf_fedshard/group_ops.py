@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.utils import recursively_apply
+
+from .seams import Patches, check_seam
+from .shards import to_wire
+
+
+ACCELERATOR_SEAMS = {
+    "gather": ("tensor",),
+    "gather_for_metrics": ("input_data", "use_gather_object"),
+    "reduce": ("tensor", "reduction", "scale"),
+    "pad_across_processes": ("tensor", "dim", "pad_index", "pad_first"),
+    "wait_for_everyone": (),
+}
 
 
 class GroupOps:
     """
-    `gather`, `gather_for_metrics`, `reduce`, `pad_across_processes` and `wait_for_everyone` as on `Accelerator`, with
-    the same arguments, among the ranks of one process group.
+    `gather`, `gather_for_metrics`, `reduce`, `pad_across_processes` and `wait_for_everyone` as on `Accelerator`, with the
+    same arguments, among the ranks of one federation group.
+
+    The results have the world's shape, as if every group held what this one holds: what is gathered is repeated for each
+    group, and a sum is multiplied by their number. So code that knows `num_processes` and `process_index` stays right:
+    means and shares are the group's, and each rank finds its own part where it looks for it.
 
     Args:
         group (`ProcessGroup`):
             The ranks of this rank's federation group.
+        num_groups (`int`):
+            How many groups there are, all of one size.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_groups: int) -> None:
         self.group = group
+        self.num_groups = num_groups
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenates each tensor of a nested structure over the group's ranks on the first dimension."""
+        """Concatenates each tensor of a nested structure over the ranks on the first dimension."""
 
         def gather_one(value: torch.Tensor) -> torch.Tensor:
             value = value.clone()[None] if value.ndim == 0 else value
-            value = value.contiguous()
-            # Booleans travel as bytes, which every backend carries.
-            wire = value.view(torch.uint8) if value.dtype == torch.bool else value
+            wire = to_wire(value, value.device)
             out = wire.new_empty((self.group.size() * wire.shape[0], *wire.shape[1:]))
             dist.all_gather_single(out, wire, group=self.group)
-            return out.view(value.dtype) if value.dtype == torch.bool else out
+            # Groups are runs of consecutive ranks, so rank i of the world finds its part at i times its length.
+            return out.view(value.dtype).repeat(self.num_groups, *[1] * (out.ndim - 1))
 
         return recursively_apply(gather_one, tensor, error_on_other_type=True)
 
@@ -47,10 +67,12 @@ class GroupOps:
             return self.gather(input_data)
         parts: list[Any] = [None] * self.group.size()
         dist.all_gather_object(parts, input_data, group=self.group)
-        return [item for part in parts for item in (part if isinstance(part, (list, tuple)) else [part])]
+        return [
+            item for part in parts for item in (part if isinstance(part, (list, tuple)) else [part])
+        ] * self.num_groups
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sums or averages each tensor of a nested structure over the group's ranks, as a copy."""
+        """Sums or averages each tensor of a nested structure over the ranks, as a copy."""
 
         def reduce_one(value: torch.Tensor) -> torch.Tensor:
             value = value.clone()
@@ -58,7 +80,9 @@ class GroupOps:
                 return value
             op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
             dist.all_reduce(value, op, group=self.group)
-            return value / self.group.size() if reduction == "mean" else value
+            if reduction == "mean":
+                return value / self.group.size()
+            return value if reduction == "max" else value * self.num_groups
 
         return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
@@ -83,6 +107,41 @@ class GroupOps:
     def wait_for_everyone(self) -> None:
         """Waits for the ranks of the group."""
         dist.barrier(group=self.group)
+
+
+def keep_in_group(accelerator: Accelerator, ops: GroupOps, inside: Callable[[], bool]) -> Patches:
+    """
+    Routes an accelerator's collectives to the group while a round is running.
+
+    Args:
+        accelerator (`Accelerator`):
+            The instance whose methods are replaced.
+        ops ([`GroupOps`]):
+            What takes their place.
+        inside (`Callable[[], bool]`):
+            Tells, at each call, whether it has to stay in the group. The same on all ranks of a group.
+
+    Returns:
+        [`Patches`]: To be undone.
+
+    Raises:
+        UpstreamChangedError: If a method is not as expected.
+    """
+
+    def choose(group_local: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(world: Callable[..., Any]) -> Callable[..., Any]:
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                return (group_local if inside() else world)(*args, **kwargs)
+
+            return collective
+
+        return make
+
+    patches = Patches()
+    for name, parameters in ACCELERATOR_SEAMS.items():
+        check_seam(Accelerator, name, parameters)
+        patches.replace(accelerator, name, choose(getattr(ops, name)))
+    return patches
 
 
 def _all_tensors(data: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from .shards import check_trainable_parameters, from_wire, local_shards, replica
 _CHECKSUM_CHUNK = 2**20
 
 
-def agree_on_model(model: nn.Module, mesh: FederationMesh, config: FederationConfig) -> None:
+def agree_on_model(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: FederationMesh, config: FederationConfig
+) -> None:
     """
     The handshake about what is averaged: settings, and name, shape, dtype and role of every parameter and buffer.
     Collective over the world.
@@ -28,6 +30,8 @@ def agree_on_model(model: nn.Module, mesh: FederationMesh, config: FederationCon
     Args:
         model (`nn.Module`):
             The prepared model, resharded.
+        optimizers (`Sequence[torch.optim.Optimizer]`):
+            The inner optimizers.
         mesh ([`FederationMesh`]):
             The federation.
         config ([`FederationConfig`]):
@@ -40,6 +44,8 @@ def agree_on_model(model: nn.Module, mesh: FederationMesh, config: FederationCon
     error = None
     try:
         check_trainable_parameters(model)
+        for optimizer in optimizers:
+            _check_optimizer(optimizer)
     except ValueError as problem:
         error = str(problem)
     described = [
@@ -54,6 +60,15 @@ def agree_on_model(model: nn.Module, mesh: FederationMesh, config: FederationCon
     if len(set(digests)) > 1:
         # All ranks have the same digests and so take this way together; only here is the whole list worth sending.
         agree("the federated model", {name: rest for name, *rest in described})
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"{type(optimizer).__name__} swaps the model's weights with a copy of its own between train() and eval(). The "
+            "copy would not be averaged, so the groups would hold different models. Use an optimizer that keeps the "
+            "weights in the model, such as AdamW."
+        )
 
 
 def broadcast_initial_state(model: nn.Module, mesh: FederationMesh) -> None:
@@ -81,7 +96,7 @@ def broadcast_initial_state(model: nn.Module, mesh: FederationMesh) -> None:
         wire = to_wire(tensor, mesh.device)
         if mesh.replicate_index == 0:
             dist.broadcast(wire, group_src=0, group=mesh.fed)
-        if mesh.layout.replicate_size > 1:
+        if mesh.replicate is not None:
             dist.broadcast(wire, group_src=0, group=mesh.replicate)
         from_wire(tensor, wire)
     whole = replicated_tensors(model)
@@ -112,7 +127,8 @@ def verify_one_model(
         FederationMismatchError: On every rank, if a checksum differs anywhere.
     """
     differing = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for tensors, groups in ((shards, (mesh.fed, mesh.replicate)), (whole, (mesh.fed, mesh.group))):
+    replicas = () if mesh.replicate is None else (mesh.replicate,)
+    for tensors, groups in ((shards, (mesh.fed, *replicas)), (whole, (mesh.fed, mesh.group))):
         checksum = _checksum(tensors, mesh.device)
         for group in groups:
             low, high = checksum.clone(), checksum.clone()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from . import guard
+
 
 def shutdown() -> None:
     """
     The last line of a script: waits for all ranks, then takes the process groups down.
 
     Processes that leave with gloo groups open end in SIGABRT now and then, stock DDP too, and the launcher then ends
-    ranks that may still be writing. Does nothing without a process group.
+    ranks that may still be writing. Without a process group it does nothing but forget the federations of this process.
     """
+    guard.reset()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,13 +17,17 @@ FED_AXIS = "fed"
 REPLICATE_AXIS = "group_replicate"
 
 
+# The inner axes over which FSDP2 shards parameters, in order.
+SHARD_AXES = ("dp_shard", "cp")
+
+
 @dataclass(frozen=True)
 class FederationMesh:
     """
     The device mesh of a federation, seen from this rank.
 
-    Axes, outermost first: `fed` (G), `group_replicate` (R), then those inside a replica, so that
-    `rank = (g * R + r) * S + s` and every group is a run of consecutive ranks.
+    Axes, outermost first: `fed` (G), `group_replicate` (R, absent with a single replica), then those inside a replica,
+    so that `rank = (g * R + r) * S + s` and every group is a run of consecutive ranks.
 
     Args:
         layout ([`FederationLayout`]):
@@ -30,12 +35,15 @@ class FederationMesh:
         root (`DeviceMesh`):
             The mesh over all axes. `root["fed"]` links the ranks that hold the same shard in all groups: the slow
             tier. `root["group_replicate"]` links the replicas of one shard inside the group.
+        fsdp (`DeviceMesh`):
+            The slice for `fully_shard`: one axis for FSDP, two for HSDP, inside the group.
         group (`ProcessGroup`):
             All ranks of this rank's federation group: the fast tier.
     """
 
     layout: FederationLayout
     root: DeviceMesh
+    fsdp: DeviceMesh
     group: dist.ProcessGroup
 
     @property
@@ -44,9 +52,9 @@ class FederationMesh:
         return self.root.get_group(FED_AXIS)
 
     @property
-    def replicate(self) -> dist.ProcessGroup:
-        """The ranks of this group that hold the same shard, in the order of the replicas."""
-        return self.root.get_group(REPLICATE_AXIS)
+    def replicate(self) -> dist.ProcessGroup | None:
+        """The ranks of this group that hold the same shard, in the order of the replicas; `None` with one replica."""
+        return self.root.get_group(REPLICATE_AXIS) if self.layout.replicate_size > 1 else None
 
     @property
     def group_index(self) -> int:
@@ -56,7 +64,7 @@ class FederationMesh:
     @property
     def replicate_index(self) -> int:
         """r, the replica of this rank inside its group."""
-        return self.root.get_local_rank(REPLICATE_AXIS)
+        return self.root.get_local_rank(REPLICATE_AXIS) if self.layout.replicate_size > 1 else 0
 
     @property
     def group_ranks(self) -> frozenset[int]:
@@ -72,23 +80,26 @@ class FederationMesh:
 
     def set_timeout(self, seconds: float) -> None:
         """
-        Bounds how long any collective of the federation or of the world waits for its peers.
+        Bounds how long any collective of the federation, of FSDP2 inside it, or of the world waits for its peers.
 
-        Trainer hands its `ddp_timeout` to NCCL only; on gloo a dead peer would be waited for during 30 minutes.
+        Trainer hands its `ddp_timeout` to the world's NCCL group only: on gloo, and in groups made later, a dead peer
+        would be waited for much longer.
 
         Args:
             seconds (`float`):
                 The bound.
         """
-        groups = [dist.group.WORLD, self.group, *self.root.get_all_groups()]
-        for group in groups:
-            # There is no public setter; this is what torch's own DistributedDataParallel recovery tools use.
+        for group in {dist.group.WORLD, self.group, *self.root.get_all_groups(), *self.fsdp.get_all_groups()}:
+            # There is no public setter.
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def build_federation_mesh(device_type: str, layout: FederationLayout) -> FederationMesh:
     """
     Builds the mesh of a federation. Collective over the world: every rank must call it with the same layout.
+
+    Each process group costs a meeting of the whole world, so none is made twice: with one replica in a group and no
+    axis inside it but the shards, FSDP2's group is the federation group.
 
     Args:
         device_type (`str`):
@@ -99,10 +110,23 @@ def build_federation_mesh(device_type: str, layout: FederationLayout) -> Federat
     Returns:
         [`FederationMesh`]: The mesh seen from this rank.
     """
+    replicate = {REPLICATE_AXIS: layout.replicate_size} if layout.replicate_size > 1 else {}
+    group_axes = {**replicate, **layout.inner}
     root = init_device_mesh(
         device_type,
-        (layout.num_groups, layout.replicate_size, *layout.inner.values()),
-        mesh_dim_names=(FED_AXIS, REPLICATE_AXIS, *layout.inner),
+        (layout.num_groups, *group_axes.values()),
+        mesh_dim_names=(FED_AXIS, *group_axes),
     )
-    group, _ = dist.new_subgroups(group_size=layout.group_size)
-    return FederationMesh(layout, root, group)
+    shard_axes = [axis for axis in SHARD_AXES if axis in layout.inner]
+    shard_axis = shard_axes[0] if len(shard_axes) == 1 else "dp_shard_cp"
+    if len(shard_axes) > 1:
+        root[tuple(shard_axes)]._flatten(shard_axis)
+    with warnings.catch_warnings():
+        # Slicing by a flattened name warns of a coming deprecation; Accelerate itself slices in this way.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
+        fsdp = root[(*replicate, shard_axis)]
+    if len(group_axes) == 1:
+        group = root.get_group(shard_axis)
+    else:
+        group = root[tuple(group_axes)]._flatten("federation_group").get_group()
+    return FederationMesh(layout, root, fsdp, group)

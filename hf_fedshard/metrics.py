@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from .mesh import FederationMesh
 
 
 LOG_PREFIX = "fedshard/"
+MAX_LOGGED_GROUPS = 16
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class RoundMetrics:
         The metrics under the names that appear in logs and trackers.
 
         Returns:
-            `dict[str, float]`: `fedshard/round`, `fedshard/steps`, ..., and `fedshard/loss/group_<g>` and
-            `fedshard/tokens_per_second/group_<g>` for each group that reported one.
+            `dict[str, float]`: `fedshard/round`, `fedshard/steps`, ..., and for each group `fedshard/loss/group_<g>` and
+            `fedshard/tokens_per_second/group_<g>`; with more than 16 groups the least, mean and greatest of them
+            (`.../min`, `.../mean`, `.../max`) and the groups of the extremes (`.../argmin`, `.../argmax`).
         """
         logs: dict[str, float] = {
             "round": self.round,
@@ -77,15 +79,25 @@ class RoundMetrics:
             "bytes_sent": self.bytes_sent,
             "drift": float(f"{self.drift:.4g}"),
         }
-        for group, loss in enumerate(self.losses):
-            if loss == loss:
-                logs[f"loss/group_{group}"] = round(loss, 4)
-        for group, rate in enumerate(self.tokens_per_second):
-            if rate > 0:
-                logs[f"tokens_per_second/group_{group}"] = round(rate, 1)
+        logs.update(_by_group("loss", self.losses, digits=4))
+        logs.update(_by_group("tokens_per_second", self.tokens_per_second, digits=1))
         if self.excluded:
             logs["excluded_groups"] = len(self.excluded)
         return {LOG_PREFIX + name: value for name, value in logs.items()}
+
+
+def _by_group(name: str, values: Sequence[float], digits: int) -> dict[str, float]:
+    known = {group: round(value, digits) for group, value in enumerate(values) if value == value and value != 0}
+    if len(values) <= MAX_LOGGED_GROUPS or not known:
+        return {f"{name}/group_{group}": value for group, value in known.items()}
+    least, greatest = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    return {
+        f"{name}/min": known[least],
+        f"{name}/argmin": least,
+        f"{name}/mean": round(sum(known.values()) / len(known), digits),
+        f"{name}/max": known[greatest],
+        f"{name}/argmax": greatest,
+    }
 
 
 @dataclass
@@ -94,9 +106,9 @@ class Tally:
     What this rank counts during a round.
 
     Args:
-        started (`float`, *optional*):
-            Clock at the first step.
-        tokens (`int`, defaults to `0`):
+        started (`float`):
+            Clock when the round began.
+        tokens (`float`, defaults to `0`):
             Tokens trained.
         loss_sum (`torch.Tensor` or `float`, defaults to `0.0`):
             Sum of training losses. Stays on the device: reading it would make every step wait for the device.
@@ -104,19 +116,14 @@ class Tally:
             How many losses are in the sum.
     """
 
-    started: float | None = None
-    tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    tokens: float = 0
     loss_sum: torch.Tensor | float = 0.0
     num_losses: int = 0
 
-    def start(self) -> None:
-        """Starts the clock, unless it runs."""
-        if self.started is None:
-            self.started = time.perf_counter()
-
     def seconds(self) -> float:
-        """Seconds since the first step."""
-        return 0.0 if self.started is None else time.perf_counter() - self.started
+        """Seconds since the round began."""
+        return time.perf_counter() - self.started
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float], otherwise: float) -> tuple[float, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
@@ -11,11 +12,36 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import guard
 from .config import FederationConfig, FederationLayout
-from .mesh import FED_AXIS, REPLICATE_AXIS, FederationMesh, build_federation_mesh
+from .mesh import REPLICATE_AXIS, FederationMesh, build_federation_mesh
 
 
 if TYPE_CHECKING:
     from .plugin import FederatedFSDPPlugin
+
+
+@dataclass(frozen=True)
+class ReplicatedAxis:
+    """
+    Accelerate's `dp_replicate` axis over the whole world. Only its size and coordinate are asked for, so it has no process
+    group: a collective over it would cross the federation groups.
+
+    Args:
+        num_replicas (`int`):
+            Replicas of all groups together.
+        local_rank (`int`):
+            Which of them this rank is in.
+    """
+
+    num_replicas: int
+    local_rank: int
+
+    def size(self) -> int:
+        """Replicas of all groups together."""
+        return self.num_replicas
+
+    def get_local_rank(self) -> int:
+        """Which of them this rank is in."""
+        return self.local_rank
 
 
 class AccelerateMeshView:
@@ -28,40 +54,36 @@ class AccelerateMeshView:
     Args:
         mesh ([`FederationMesh`]):
             The federation.
+        fsdp_dim_names (`Sequence[str]`):
+            The names by which Accelerate asks for FSDP2's slice.
     """
 
-    def __init__(self, mesh: FederationMesh) -> None:
-        layout, root = mesh.layout, mesh.root
-        inner = list(layout.inner)
-        outer = [FED_AXIS, REPLICATE_AXIS]
-        shard_axes = [axis for axis in inner if axis in ("dp_shard", "cp")]
+    def __init__(self, mesh: FederationMesh, fsdp_dim_names: Sequence[str]) -> None:
+        num_replicas = mesh.layout.num_groups * mesh.layout.replicate_size
         self.federation = mesh
-        replicated = layout.num_groups * layout.replicate_size > 1
-        self.mesh_dim_names = tuple(["dp_replicate"] * replicated + inner)
-        # The joint meshes that `ParallelismConfig.build_device_mesh` makes, in its order; each is collective.
-        self._joint: dict[tuple[str, ...], DeviceMesh] = {
-            ("dp_replicate",): root[tuple(outer)]._flatten("dp_replicate")
-        }
-        data_axes = [*outer, *(axis for axis in inner if axis == "dp_shard")]
-        self._joint["dp",] = root[tuple(data_axes)]._flatten("dp")
-        self._joint["dp_shard_cp",] = root[tuple(shard_axes)]._flatten("dp_shard_cp")
-        self._joint["dp_cp",] = root[tuple(outer + shard_axes)]._flatten("dp_cp")
-        with warnings.catch_warnings():
-            # Slicing by a flattened name warns of a coming deprecation; Accelerate itself slices in this way.
-            warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
-            self._joint[REPLICATE_AXIS, "dp_shard_cp"] = root[REPLICATE_AXIS, "dp_shard_cp"]
+        self.mesh_dim_names = (*(["dp_replicate"] if num_replicas > 1 else []), *mesh.layout.inner)
+        self._fsdp_dim_names = tuple(fsdp_dim_names)
+        self._replicated = ReplicatedAxis(
+            num_replicas, mesh.group_index * mesh.layout.replicate_size + mesh.replicate_index
+        )
 
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh | ReplicatedAxis:
         key = (names,) if isinstance(names, str) else tuple(names)
-        return self._joint[key] if key in self._joint else self.federation.root[key]
+        if key == self._fsdp_dim_names:
+            return self.federation.fsdp
+        if key == ("dp_replicate",):
+            return self._replicated
+        return self.federation.root[key]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "federation":  # not set yet: a copy is being made
+            raise AttributeError(name)
         return getattr(self.federation.root, name)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's coordinate on an axis, also on a joint one."""
-        if isinstance(mesh_dim, str) and (mesh_dim,) in self._joint:
-            return self._joint[mesh_dim,].get_local_rank()
+        """This rank's coordinate on an axis."""
+        if mesh_dim == "dp_replicate":
+            return self._replicated.local_rank
         return self.federation.root.get_local_rank(mesh_dim)
 
     def __repr__(self) -> str:
@@ -129,11 +151,11 @@ class FederatedParallelismConfig(ParallelismConfig):
             device_type (`str`):
                 The device type of the mesh.
         """
-        self.federation = build_federation_mesh(device_type, self.federation_layout)
+        mesh = self.federation = build_federation_mesh(device_type, self.federation_layout)
         if self.federation_config.timeout_seconds is not None:
-            self.federation.set_timeout(self.federation_config.timeout_seconds)
-        guard.watch(self.federation)
-        return AccelerateMeshView(self.federation)
+            mesh.set_timeout(self.federation_config.timeout_seconds)
+        guard.watch(mesh)
+        return AccelerateMeshView(mesh, self.fsdp_dim_names)
 
     def to_json(self) -> dict[str, Any]:
         """The sizes, for logs; the base class returns nothing here."""

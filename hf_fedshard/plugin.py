@@ -13,7 +13,8 @@ from torch import nn
 
 from . import environment
 from .config import FederationConfig
-from .data import keep_generators_in_step, refuse_dispatched_batches
+from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_batches, shared_seed
+from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, layout_for
 from .parallelism import FederatedParallelismConfig
@@ -112,21 +113,27 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         error = None
         try:
             self._check(accelerator)
-        except ValueError as problem:
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
             error = str(problem)
             if accelerator.num_processes == 1:
                 raise
         accumulation = accelerator.gradient_accumulation_steps
         agree("the launch", {**versions(), "gradient_accumulation_steps": accumulation}, error)
+        seed = shared_seed(accelerator.device)
         for dataloader in accelerator._dataloaders:
             keep_generators_in_step(dataloader)
+            draw_in_one_order(dataloader, accelerator.dataloader_config.data_seed or seed)
         mesh = self.parallelism_config.mesh
         chosen = optimizers or accelerator._optimizers
         rounds = Rounds(
             model, mesh, self.federation_config, [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
         )
         if mesh.layout.num_groups > 1:
-            _keep_saving_to_borders(accelerator, rounds)
+            ops = GroupOps(mesh.group, mesh.layout.num_groups)
+            # At a border an evaluation is for the world; the step that comes next is the group's.
+            in_group = keep_in_group(accelerator, ops, lambda: model.training or not rounds.at_border)
+            rounds.when_finished(in_group.undo)
+            rounds.when_finished(_keep_saving_to_borders(accelerator, rounds).undo)
         return rounds
 
     def _check(self, accelerator: Accelerator) -> None:
@@ -140,32 +147,41 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             refuse_dispatched_batches(dataloader)
 
 
-def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> None:
-    """Inside a round every group holds another model, and what is saved would be one group's."""
+def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> Patches:
+    """
+    Inside a round every group holds another model, and what is saved would be one group's. Accelerate's own hooks for saving
+    and loading run when the weights are written or overwritten already, so its methods are replaced on this instance.
+    """
 
-    def check(what: str) -> None:
-        if not rounds.at_border:
-            raise RuntimeError(
-                f"{what} was called {rounds.steps} steps into a round, where every group holds another model. Call it "
-                "where `fedavg.at_border` is true, or after `fedavg.finish()`; `fedavg.close()` on every rank makes a "
-                "border at once."
+    def guarded(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not rounds.at_border:
+                    raise RuntimeError(
+                        f"accelerator.{name} was called {rounds.steps} steps into a round, where every group holds another "
+                        "model. Call it where `fedavg.at_border` is true, or after `fedavg.finish()`; `fedavg.close()` on "
+                        "every rank makes a border at once."
+                    )
+                return original(*args, **kwargs)
+
+            return call
+
+        return make
+
+    def refused(_: Callable[..., Any]) -> Callable[..., Any]:
+        def load_state(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(
+                "Resuming a federated run is not supported yet: Accelerate's checkpoint keeps one optimizer state for all "
+                "groups, so the groups would go on from mixed state. Load the weights alone, before `prepare`."
             )
 
-    def refuse_load(*_: Any) -> None:
-        raise NotImplementedError(
-            "Resuming a federated run is not supported yet: Accelerate's checkpoint keeps one optimizer state for all "
-            "groups, so the groups would go on from mixed state. Load the weights alone, before `prepare`."
-        )
+        return load_state
 
-    accelerator.register_save_state_pre_hook(lambda *_: check("accelerator.save_state"))
-    accelerator.register_load_state_pre_hook(refuse_load)
     check_seam(Accelerator, "get_state_dict", ("model", "unwrap"))
-
-    def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_state_dict(*args: Any, **kwargs: Any) -> Any:
-            check("accelerator.get_state_dict")
-            return original(*args, **kwargs)
-
-        return get_state_dict
-
-    Patches().replace(accelerator, "get_state_dict", guarded)
+    check_seam(Accelerator, "save_state", ("output_dir",))
+    check_seam(Accelerator, "load_state", ("input_dir",))
+    patches = Patches()
+    patches.replace(accelerator, "get_state_dict", guarded("get_state_dict"))
+    patches.replace(accelerator, "save_state", guarded("save_state"))
+    patches.replace(accelerator, "load_state", refused)
+    return patches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -72,7 +72,6 @@ class Rounds:
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        self.model = model
         self.mesh = mesh
         self.config = config
         self.optimizers = list(optimizers)
@@ -80,19 +79,23 @@ class Rounds:
         self.steps = 0
         self.num_optimizer_steps = 0
         reshard(model)
-        agree_on_model(model, mesh, config)
+        agree_on_model(model, self.optimizers, mesh, config)
         if mesh.layout.num_groups > 1:
             broadcast_initial_state(model, mesh)
         self.averager = ModelAverager(model, mesh, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
         self._tally = Tally()
+        self._when_finished: list[Callable[[], None]] = []
         guard.attach(self)
 
     def begin_step(self) -> None:
-        """Starts the clock of a round at its first step. Called by [`~Rounds.step`] where the loop does not."""
-        self._tally.start()
+        """
+        Restarts the clock of a round if it has no step yet, so that an evaluation at the border does not count. Optional.
+        """
+        if self.at_border:
+            self._tally.started = time.perf_counter()
 
-    def count_step(self, loss: torch.Tensor | float | None = None, tokens: int = 0) -> bool:
+    def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0) -> bool:
         """
         Counts one optimizer step of this rank's group, without communication.
 
@@ -140,7 +143,6 @@ class Rounds:
         Returns:
             [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`.
         """
-        self.begin_step()
         return self.close().metrics if self.count_step(loss, tokens) else None
 
     def finish(self) -> RoundMetrics | None:
@@ -151,15 +153,31 @@ class Rounds:
         Returns:
             [`RoundMetrics`] or `None`: The metrics of the last round, `None` if the model was at a border already.
         """
-        metrics = self.close().metrics if self.steps else None
+        metrics = None if self.at_border else self.close().metrics
         # A finished federation may be evaluated and saved; an optimizer step on it will be refused.
         guard.detach(self)
+        for undo in self._when_finished:
+            undo()
+        self._when_finished.clear()
         return metrics
+
+    def when_finished(self, undo: Callable[[], None]) -> None:
+        """
+        Has something done by [`~Rounds.finish`].
+
+        Args:
+            undo (`Callable`):
+                Takes back what an adapter has set up for the time of the federation.
+        """
+        self._when_finished.append(undo)
 
     @property
     def at_border(self) -> bool:
-        """Whether every group holds the same, averaged model: no step was made since the last averaging."""
-        return self.steps == 0
+        """
+        Whether every group holds the same, averaged model: no step was made since the last averaging, nor one begun by
+        the optimizer and not yet counted.
+        """
+        return self.steps == 0 and self.num_optimizer_steps == 0
 
     def close(self, votes: Mapping[str, bool] | None = None, sums: Mapping[str, float] | None = None) -> Border:
         """
@@ -183,16 +201,16 @@ class Rounds:
             FederationMismatchError: On every rank, if the groups made different numbers of steps or train different
                 parameters.
         """
-        seconds = self._tally.seconds()
         votes, sums = dict(votes or {}), dict(sums or {})
         if self.mesh.layout.num_groups == 1:
-            return self._close_alone(votes, sums, seconds)
+            return self._close_alone(votes, sums)
         held = self.averager.collect()
-        row = self._row(held, seconds)
+        # After the line above the device has done the steps, and the clock says how long they took.
+        row = self._row(held, self._tally.seconds())
         row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
         row.update({f"sum/{name}": value for name, value in sums.items()})
         rows, wait_seconds = exchange_rows(row, self.mesh)
-        self._check_rows(rows)
+        self._check_rows(rows, held)
         excluded = tuple(group for group, bad in enumerate(rows["not_finite"]) if bad)
         start = time.perf_counter()
         drift = self.averager.average(held, excluded)
@@ -243,6 +261,7 @@ class Rounds:
             "steps": self.steps / group_size,
             "plan": zlib.crc32(repr(list(held.shards)).encode()) / group_size,
             "not_finite": float(not held.finite),
+            "unmanaged": len(held.unmanaged),
             "slow_bytes": held.plan.slow_bytes(),
             "seconds": seconds,
             "tokens": float(self._tally.tokens),
@@ -250,7 +269,7 @@ class Rounds:
             "num_losses": self._tally.num_losses,
         }
 
-    def _check_rows(self, rows: Mapping[str, list[float]]) -> None:
+    def _check_rows(self, rows: Mapping[str, list[float]], held: Held) -> None:
         if len({round(steps) for steps in rows["steps"]}) > 1:
             raise FederationMismatchError(
                 f"The groups closed a round after different numbers of optimizer steps: {[round(s) for s in rows['steps']]} "
@@ -261,6 +280,11 @@ class Rounds:
             raise FederationMismatchError(
                 "The groups train different parameters: requires_grad was changed in some groups only."
             )
+        if any(rows["unmanaged"]):
+            raise ValueError(
+                "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
+                f"are reduced nowhere (on this rank: {', '.join(held.unmanaged) or 'none'}). Add them before `prepare`."
+            )
         if all(rows["not_finite"]):
             raise RuntimeError(
                 f"The parameters of every federation group are not finite at the end of round {self.round + 1}. "
@@ -268,8 +292,9 @@ class Rounds:
                 "from the last checkpoint."
             )
 
-    def _close_alone(self, votes: dict[str, bool], sums: dict[str, float], seconds: float) -> Border:
+    def _close_alone(self, votes: dict[str, bool], sums: dict[str, float]) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
+        seconds = self._tally.seconds()
         metrics = RoundMetrics(
             round=self.round + 1,
             steps=self.steps,

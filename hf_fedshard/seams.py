@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,8 +78,9 @@ class Patches:
             make (`Callable`):
                 Called with the method as it is now, returns what takes its place.
         """
-        own = vars(instance).get(name)
-        setattr(instance, name, make(getattr(instance, name)))
+        own, original = vars(instance).get(name), getattr(instance, name)
+        # Upstream looks at signatures, for `use_gather_object` for example.
+        setattr(instance, name, functools.wraps(original)(make(original)))
         self._undo.append(lambda: setattr(instance, name, own) if own is not None else delattr(instance, name))
 
     def undo(self) -> None:

@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerControl, TrainerState
+from transformers.utils import logging
 
 from . import guard
 from .agreement import agree_on_training
 from .config import FederationConfig
 from .mesh import FederationMesh
-from .metrics import exchange_rows
+from .metrics import RoundMetrics, exchange_rows
 from .rounds import Rounds
 from .seams import check_attribute
 
+
+logger = logging.get_logger(__name__)
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 
@@ -53,12 +56,17 @@ class TrainingSession:
         self._at_border = False
         self._epoch = 0
         self._epoch_is_empty = True
-        self._tokens = 0
+        self._tokens = 0.0
+        inner = mesh.layout.inner
+        self._num_copies = inner.get("tp", 1) * inner.get("cp", 1)
         self._counted = trainer.state.global_step
         self._losses_before: torch.Tensor | None = None
         self._tokens_seen_before = trainer.state.num_input_tokens_seen
         self._pending_flags: set[str] = set()
         self._pending_logs: dict[str, float] = {}
+        self.last_round: RoundMetrics | None = None
+        samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
+        logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
 
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
@@ -80,6 +88,8 @@ class TrainingSession:
         if event == "on_epoch_begin":
             self._epoch += 1
             self._epoch_is_empty = True
+            # The epoch that was to be stopped is over.
+            self._pending_flags.discard("should_epoch_stop")
         elif event == "on_step_begin":
             self._begin_step()
         elif event == "on_substep_end":
@@ -114,7 +124,8 @@ class TrainingSession:
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
         for batch in batches:
             tokens = batch.get(name) if hasattr(batch, "get") else None
-            self._tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+            # Ranks of a tensor or context parallel axis are given the same batch.
+            self._tokens += tokens.numel() / self._num_copies if isinstance(tokens, torch.Tensor) else 0
 
     def take_pending_logs(self) -> dict[str, float]:
         """The metrics of the last round that have not been logged, once."""
@@ -138,6 +149,9 @@ class TrainingSession:
             yield
         finally:
             self.in_round = inside
+            if inside and self._losses_before is None:
+                # The step that was interrupted belongs to the next round.
+                self._losses_before = self._train_losses()
 
     def _begin_step(self) -> None:
         self._epoch_is_empty = False
@@ -183,7 +197,7 @@ class TrainingSession:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
         while self._counted < state.global_step:
             self.rounds.count_step(tokens=self._tokens)
-            self._tokens = 0
+            self._tokens = 0.0
             self._counted += 1
 
     def _hold_back(self, control: TrainerControl) -> None:
@@ -197,8 +211,8 @@ class TrainingSession:
         rounds = self.rounds
         if self._losses_before is not None and rounds.steps:
             rounds.add_loss(self._train_losses() - self._losses_before, num_losses=rounds.steps)
-        # Inside a round Trainer's count of tokens is the group's; the sum over the groups is due now.
-        seen = (state.num_input_tokens_seen - self._tokens_seen_before) / self.mesh.layout.group_size
+        # Inside a round Trainer counts as if all groups saw as many tokens as this one; the true sum is due now.
+        seen = (state.num_input_tokens_seen - self._tokens_seen_before) / self.mesh.layout.world_size
         border = rounds.close({flag: flag in self._pending_flags for flag in FLAGS}, {"tokens_seen": seen})
         self._tokens_seen_before += round(border.sums["tokens_seen"])
         state.num_input_tokens_seen = self._tokens_seen_before
@@ -209,12 +223,14 @@ class TrainingSession:
         for flag, wanted in border.votes.items():
             if wanted:
                 setattr(control, flag, True)
+        self.last_round = border.metrics
         every = self.config.log_every_rounds
         if every and border.metrics.round % every == 0:
             self._pending_logs = border.metrics.as_logs()
             # One line a round: Trainer's own where it is due, else one for the metrics.
             if not (control.should_log and state.global_step > self.trainer._globalstep_last_logged):
-                self.trainer.log({})
+                # Not a subclass's `log`: those of TRL add what they have collected since Trainer's own last line.
+                Trainer.log(self.trainer, self.take_pending_logs())
 
     def _train_losses(self) -> torch.Tensor:
         """Sum of this rank's training losses since Trainer last logged, left on the device."""

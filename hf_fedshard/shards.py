@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -44,10 +45,9 @@ def check_trainable_parameters(model: nn.Module) -> None:
             "The model has no FSDP2 module. Prepare it first: `accelerator.prepare(model, optimizer)` in a launch with "
             "FSDP version 2."
         )
-    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    if not trainable:
+    if not any(param.requires_grad for param in model.parameters()):
         raise ValueError("The model has no trainable parameter, so there is nothing to train or to average.")
-    plain = [name for name, param in trainable if not isinstance(param, DTensor)]
+    plain = unmanaged_parameters(model)
     if plain:
         shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
         raise ValueError(
@@ -55,6 +55,17 @@ def check_trainable_parameters(model: nn.Module) -> None:
             f"prepared), so their gradients would be reduced nowhere: {shown}. Freeze them, take them out of "
             "ignored_modules, or add them before preparing the model."
         )
+
+
+def unmanaged_parameters(model: nn.Module) -> list[str]:
+    """
+    Names of the trainable parameters that FSDP2 does not manage.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model, resharded.
+    """
+    return [n for n, param in model.named_parameters() if param.requires_grad and not isinstance(param, DTensor)]
 
 
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,9 +131,15 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
         tensors (`Iterable[torch.Tensor]`):
             Tensors of any dtype on any device; integers are finite.
     """
-    # The largest magnitude: NaN and infinity show in it, and unlike a sum of squares it cannot overflow.
-    largest = [tensor.abs().amax() for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
-    return not largest or bool(torch.isfinite(torch.stack([value.double().cpu() for value in largest])).all())
+    # The largest magnitude: NaN and infinity show in it, and unlike a sum of squares it cannot overflow. The results are
+    # brought together before one of them is read, which is when a device is waited for.
+    largest = [
+        torch.linalg.vector_norm(tensor, ord=math.inf).double()
+        for tensor in tensors
+        if tensor.numel() and tensor.is_floating_point()
+    ]
+    device = largest[0].device if largest else None
+    return not largest or bool(torch.isfinite(torch.stack([value.to(device) for value in largest])).all())
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
