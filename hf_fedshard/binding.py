@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import unwrap_peft_model
 
 from .config import FederationConfig
 from .data import (
@@ -85,6 +87,8 @@ class TrainerBinding:
     - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
       round waits for the border.
     - `_maybe_log_save_evaluate`: a stop asked for on some ranks while Trainer logs, evaluates or saves holds for all.
+    - `label_smoother`: shifts the labels of a causal language model, as it does without FSDP2, which renames the model's
+      class so that Trainer no longer knows it.
     - `log`: adds the metrics of a round before the reporting callbacks see the logs.
     - `evaluate`, `predict`, `save_model`, `_save_checkpoint`: called directly inside a round, they close it first.
 
@@ -124,6 +128,8 @@ class TrainerBinding:
         replace(trainer, "get_batch_samples", self._get_batch_samples)
         replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
         replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
+        if trainer.label_smoother is not None:
+            replace(trainer, "label_smoother", self._label_smoother)
         replace(trainer, "log", self._log)
         replace(trainer, "save_model", self._save_model)
         replace(trainer.callback_handler, "call_event", self._call_event)
@@ -241,6 +247,14 @@ class TrainerBinding:
             return control
 
         return call_event
+
+    def _label_smoother(self, original: Method) -> Method:
+        def label_smoother(outputs: Any, labels: Any, shift_labels: bool = False, **kwargs: Any) -> Any:
+            model = unwrap_peft_model(self.trainer.accelerator.unwrap_model(self.trainer.model))
+            causal = any(cls.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for cls in type(model).__mro__)
+            return original(outputs, labels, shift_labels=shift_labels or causal, **kwargs)
+
+        return label_smoother
 
     def _maybe_log_save_evaluate(self, original: Method) -> Method:
         def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:

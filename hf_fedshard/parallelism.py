@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import guard
 from .config import FederationConfig, FederationLayout
+from .handshake import agree
 from .mesh import REPLICATE_AXIS, FederationMesh, build_federation_mesh
 
 
@@ -151,6 +152,10 @@ class FederatedParallelismConfig(ParallelismConfig):
             device_type (`str`):
                 The device type of the mesh.
         """
+        if self.plugin is not None:
+            # Meshes of different shapes would wait for each other for ever. A callback has compared before.
+            layout = {"layout": str(self.federation_layout)}
+            agree("the federation", {**vars(self.federation_config), **layout})
         mesh = self.federation = build_federation_mesh(device_type, self.federation_layout)
         if self.federation_config.timeout_seconds is not None:
             mesh.set_timeout(self.federation_config.timeout_seconds)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.harness.environment import SERVER_ENV
 from tests.harness.pool import WorkerPool
@@ -16,6 +17,9 @@ from tests.harness.pool import WorkerPool
 # datasets and huggingface_hub read them.
 for _name, _value in SERVER_ENV.items():
     os.environ.setdefault(_name, _value)
+
+# Torch is imported already, through the harness, and does not look again.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,8 +44,6 @@ def world8() -> Iterator[WorkerPool]:
 def device(request: pytest.FixtureRequest) -> str:
     """Type of device for a body: the same body runs on both."""
     if request.param == "cuda":
-        import torch
-
         if not torch.cuda.is_available():
             pytest.skip("no GPU")
     return str(request.param)
