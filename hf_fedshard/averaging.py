@@ -1,319 +1,138 @@
-"""
-The averaging engine: weighted means of slices of local shards between federation groups.
-
-It runs an *exchange plan* and knows nothing of groups or algorithms: for each flat bucket the pieces of local tensors
-in it, the process group that averages it, this rank's weight, and how its slices come back together inside the group.
-"""
+"""What an averaging of a whole model consists of: its parameters, its buffers, and what they tell."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
+from .config import FederationConfig
+from .exchange import AveragingReport, ExchangePlan, average_replicated, plan_exchange, run_exchange
 from .mesh import FederationMesh
-from .shards import accumulation_dtype, to_wire
+from .metrics import exchange_rows
+from .shards import all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements `start:stop` of the flattened local tensor `name`, at `offset` in its bucket."""
-
-    name: str
-    start: int
-    stop: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class Bucket:
+class Held:
     """
-    A contiguous run of pieces that are exchanged together, all accumulated in `dtype`.
-
-    `numel` counts the padding that makes it a multiple of the number of replicas, so that each averages an equal
-    slice.
-    """
-
-    dtype: torch.dtype
-    numel: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """
-    Who exchanges what with whom.
+    What this rank brings to a border.
 
     Args:
-        buckets (`tuple[Bucket, ...]`):
-            In the order of exchange, the same on all peers.
-        slow (`ProcessGroup`):
-            The ranks that average this rank's slice of each bucket.
-        fast (`ProcessGroup`, *optional*):
-            The ranks of this group among which the slices of a bucket are spread and put together again; `None` with a
-            single replica, where a slice is the whole bucket.
-    """
-
-    buckets: tuple[Bucket, ...]
-    slow: dist.ProcessGroup
-    fast: dist.ProcessGroup | None
-
-    @property
-    def num_slices(self) -> int:
-        """Slices into which each bucket is cut."""
-        return 1 if self.fast is None else self.fast.size()
-
-    @property
-    def slice_index(self) -> int:
-        """The slice that this rank averages."""
-        return 0 if self.fast is None else self.fast.rank()
-
-    def slow_bytes(self) -> int:
-        """Bytes this rank sends over the slow tier in one averaging: a ring all-reduce of N bytes among P peers sends
-        2N(P-1)/P from each."""
-        peers, slices = self.slow.size(), self.num_slices
-        held = sum(bucket.numel // slices * bucket.dtype.itemsize for bucket in self.buckets)
-        return 2 * held * (peers - 1) // peers
-
-    def fast_bytes(self) -> int:
-        """Bytes this rank sends inside its group in one averaging: a ring all-gather of N bytes among R ranks sends
-        N(R-1)/R from each."""
-        slices = self.num_slices
-        return sum(bucket.numel // slices * bucket.dtype.itemsize * (slices - 1) for bucket in self.buckets)
-
-
-@dataclass
-class AveragingReport:
-    """
-    What one averaging found on this rank.
-
-    Args:
-        squared_drift (`torch.Tensor`):
-            Scalar float64, squared distance of this rank's shards from their average.
-        squared_norm (`torch.Tensor`):
-            Scalar float64, squared norm of the average of this rank's shards.
-    """
-
-    squared_drift: torch.Tensor
-    squared_norm: torch.Tensor
-
-
-def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, bucket_size_bytes: int) -> ExchangePlan:
-    """
-    Packs local tensors into buckets. No communication: peers hold the same names, sizes and dtypes in the same order,
-    which the start-up handshake has verified, and so arrive at the same plan.
-
-    Args:
-        tensors (`Mapping[str, torch.Tensor]`):
-            This rank's local shards. Any size: one that is larger than a bucket is cut over several.
-        mesh ([`FederationMesh`]):
-            Gives the process groups.
-        bucket_size_bytes (`int`):
-            Upper bound of a bucket.
-
-    Returns:
-        [`ExchangePlan`]: The plan. Buckets hold one accumulation dtype each.
-    """
-    slices = mesh.layout.replicate_size
-    by_dtype: dict[torch.dtype, list[tuple[str, int]]] = {}
-    for name, tensor in tensors.items():
-        by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append((name, tensor.numel()))
-    buckets: list[Bucket] = []
-    for dtype, sizes in by_dtype.items():
-        # A multiple of the slices, so that only the last bucket of a dtype is padded.
-        capacity = max(bucket_size_bytes // dtype.itemsize // slices, 1) * slices
-        buckets.extend(_fill_buckets(sizes, dtype, capacity, slices))
-    return ExchangePlan(tuple(buckets), mesh.fed, mesh.replicate)
-
-
-def _fill_buckets(sizes: Sequence[tuple[str, int]], dtype: torch.dtype, capacity: int, slices: int) -> list[Bucket]:
-    buckets: list[Bucket] = []
-    pieces: list[Piece] = []
-    used = 0
-
-    def close() -> None:
-        nonlocal pieces, used
-        buckets.append(Bucket(dtype, -(-used // slices) * slices, tuple(pieces)))
-        pieces, used = [], 0
-
-    for name, numel in sizes:
-        start = 0
-        while start < numel:
-            taken = min(numel - start, capacity - used)
-            pieces.append(Piece(name, start, start + taken, used))
-            start += taken
-            used += taken
-            if used == capacity:
-                close()
-    if pieces:
-        close()
-    return buckets
-
-
-def run_exchange(
-    plan: ExchangePlan,
-    tensors: Mapping[str, torch.Tensor],
-    device: torch.device,
-    weight: float = 1.0,
-    total_weight: float | None = None,
-) -> AveragingReport:
-    """
-    Replaces each tensor by its weighted mean over the slow group: sum of `weight * tensor` over `total_weight`.
-
-    The sums are in the bucket's dtype, fp32 or more. Equal weights of 1 are not multiplied in, so values that are
-    equal in all groups come out unchanged. A weight of 0 contributes zeros, not `tensor * 0`, which would be NaN for
-    NaN. All ranks end with the same bits: each slice is summed by one all-reduce and handed on.
-
-    Every rank of the world calls it together. Order of the collectives, the same on all ranks: all-reduce of bucket 0,
-    all-reduce of bucket 1, all-gather of bucket 0, all-reduce of bucket 2, all-gather of bucket 1, ... The reductions
-    use the slow communicator alone and the gathers the fast one alone, so neither can wait for a call that a peer has
-    not reached.
-
-    Args:
+        shards (`dict[str, torch.Tensor]`):
+            Its local shards of the parameters to be averaged, aliasing them.
+        buffers (`dict[str, torch.Tensor]`):
+            Its persistent buffers.
         plan ([`ExchangePlan`]):
-            From [`plan_exchange`] over tensors of these names and sizes.
-        tensors (`Mapping[str, torch.Tensor]`):
-            This rank's shards, written in place.
-        device (`torch.device`):
-            Where the buckets live; shards elsewhere (CPU offload) are copied.
-        weight (`float`, defaults to `1.0`):
-            This group's weight.
-        total_weight (`float`, *optional*):
-            Sum of the weights of all groups. Defaults to the number of groups.
-
-    Returns:
-        [`AveragingReport`]: Distance of this rank's shards from the average.
+            How the shards are exchanged.
+        finite (`bool`):
+            Whether all of it is, buffers left aside that were not when training began.
+        unmanaged (`list[str]`):
+            Trainable parameters that FSDP2 does not manage: none, unless they were added after the start.
     """
-    total = float(plan.slow.size() if total_weight is None else total_weight)
-    flats = {name: _Flat(tensor) for name, tensor in tensors.items()}
-    report = AveragingReport(
-        torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
-    )
-    buffers = _Buffers(plan, device)
-    in_flight: list[tuple[Bucket, torch.Tensor, torch.Tensor, dist.Work]] = []
-    for index, bucket in enumerate(plan.buckets):
-        whole, part = buffers.take(index, bucket)
-        _pack(bucket, flats, whole, weight)
-        part.copy_(whole.view(plan.num_slices, -1)[plan.slice_index])
-        work = dist.all_reduce(part, group=plan.slow, async_op=True)
-        in_flight.append((bucket, whole, part, work))
-        if len(in_flight) == 2:
-            _finish(plan, flats, total, weight, report, *in_flight.pop(0))
-    for waiting in in_flight:
-        _finish(plan, flats, total, weight, report, *waiting)
-    for flat in flats.values():
-        flat.write_back()
-    return report
+
+    shards: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    plan: ExchangePlan
+    finite: bool
+    unmanaged: list[str]
 
 
-class _Flat:
-    """A 1-D view of a tensor, or, where its memory is not contiguous, a 1-D copy that is written back at the end."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.view = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-
-    def write_back(self) -> None:
-        if not self.tensor.is_contiguous():
-            self.tensor.copy_(self.view.view(self.tensor.shape))
-
-
-class _Buffers:
-    """Two pairs of buffers (whole bucket, own slice) for each dtype, used in turns."""
-
-    def __init__(self, plan: ExchangePlan, device: torch.device) -> None:
-        self.slices = plan.num_slices
-        largest: dict[torch.dtype, int] = {}
-        for bucket in plan.buckets:
-            largest[bucket.dtype] = max(largest.get(bucket.dtype, 0), bucket.numel)
-        self.pairs = {
-            (dtype, turn): (
-                torch.zeros(numel, dtype=dtype, device=device),
-                torch.empty(numel // self.slices, dtype=dtype, device=device),
-            )
-            for dtype, numel in largest.items()
-            for turn in range(min(2, len(plan.buckets)))
-        }
-
-    def take(self, index: int, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        whole, part = self.pairs[bucket.dtype, index % 2]
-        return whole[: bucket.numel], part[: bucket.numel // self.slices]
-
-
-def _pack(bucket: Bucket, flats: Mapping[str, _Flat], whole: torch.Tensor, weight: float) -> None:
-    if weight == 0:
-        whole.zero_()
-        return
-    for piece in bucket.pieces:
-        target = whole[piece.offset : piece.offset + piece.stop - piece.start]
-        target.copy_(flats[piece.name].view[piece.start : piece.stop])
-    # What lies behind the last piece is padding: nobody reads it, but a stale NaN there would be reduced for nothing.
-    last = bucket.pieces[-1]
-    whole[last.offset + last.stop - last.start :].zero_()
-    if weight != 1:
-        whole.mul_(weight)
-
-
-def _finish(
-    plan: ExchangePlan,
-    flats: Mapping[str, _Flat],
-    total: float,
-    weight: float,
-    report: AveragingReport,
-    bucket: Bucket,
-    whole: torch.Tensor,
-    part: torch.Tensor,
-    work: dist.Work,
-) -> None:
-    work.wait()
-    part.div_(total)
-    if plan.fast is not None:
-        dist.all_gather_single(whole, part, group=plan.fast)
-    else:
-        whole = part
-    for piece in bucket.pieces:
-        mean = whole[piece.offset : piece.offset + piece.stop - piece.start]
-        held = flats[piece.name].view[piece.start : piece.stop]
-        if weight != 0:
-            report.squared_drift += (mean - held.to(mean)).norm().double().square()
-        report.squared_norm += mean.norm().double().square()
-        held.copy_(mean)
-
-
-def average_replicated(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, included: bool, total: int) -> None:
+class ModelAverager:
     """
-    Brings tensors that every rank holds whole, such as BatchNorm statistics, to one value: floating-point ones to the
-    mean over all ranks of all groups, integer ones to the value of group 0's first rank.
-
-    The order is the same on all ranks: a sum inside the group, a sum over the groups by the first rank of each, and a
-    broadcast inside the group. So the slow tier carries them once, and all ranks of a group get the same bits.
+    Averages one model over the groups.
 
     Args:
-        tensors (`Mapping[str, torch.Tensor]`):
-            Names and tensors, the same names and shapes on all ranks, written in place.
+        model (`nn.Module`):
+            The prepared model.
         mesh ([`FederationMesh`]):
             The federation.
-        included (`bool`):
-            Whether this rank's group takes part; one that does not contributes zeros and takes the result.
-        total (`int`):
-            How many groups take part.
+        config ([`FederationConfig`]):
+            Its settings.
+        optimizers (`Sequence[torch.optim.Optimizer]`):
+            The inner optimizers.
     """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors.values():
-        by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append(tensor)
-    leads = mesh.group.rank() == 0
-    for dtype, members in by_dtype.items():
-        flat = torch.cat([to_wire(tensor, mesh.device).reshape(-1) for tensor in members])
-        if dtype.is_floating_point:
-            flat = flat.to(dtype) if included else torch.zeros_like(flat, dtype=dtype)
-            dist.all_reduce(flat, group=mesh.group)
-            if leads:
-                dist.all_reduce(flat, group=mesh.fed)
-            flat.div_(total * mesh.group.size())
-        elif leads:
-            dist.broadcast(flat, group_src=0, group=mesh.fed)
-        dist.broadcast(flat, group_src=0, group=mesh.group)
-        for tensor, mean in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
-            tensor.copy_(mean.view(tensor.shape))
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: FederationMesh,
+        config: FederationConfig,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.config = config
+        self.optimizers = optimizers
+        self._trained: set[str] = set()
+        self._plan: ExchangePlan | None = None
+        self._plan_names: tuple[str, ...] = ()
+        # A constant such as a causal mask of -inf is no sign of trouble.
+        self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
+        self.note_trainable()
+
+    def note_trainable(self) -> None:
+        """Remembers what trains: a layer that is frozen again inside a round differs between the groups all the same."""
+        self._trained |= {name for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def collect(self) -> Held:
+        """
+        Gathers what this rank brings to a border, without communication.
+
+        Returns:
+            [`Held`]: Everything that trains or has trained, the buffers, and the plan; the plan is kept from border to
+            border, and made anew where parameters were unfrozen.
+        """
+        reshard(self.model)
+        self.note_trainable()
+        shards = {name: shard for name, shard in local_shards(self.model).items() if name in self._trained}
+        if self._plan is None or tuple(shards) != self._plan_names:
+            self._plan = plan_exchange(shards, self.mesh, self.config.bucket_size_bytes)
+            self._plan_names = tuple(shards)
+        buffers = persistent_buffers(self.model)
+        finite = all_finite([*shards.values(), *(buffers[name] for name in self._checked_buffers)])
+        return Held(shards, buffers, self._plan, finite, unmanaged_parameters(self.model))
+
+    def average(self, held: Held, excluded: tuple[int, ...]) -> float:
+        """
+        Replaces parameters and buffers by their average over the groups. Collective over the world, in this order: the
+        buckets of the plan, the buffers, the small exchange of the drift.
+
+        Args:
+            held ([`Held`]):
+                From [`~ModelAverager.collect`], on all ranks for the same parameters.
+            excluded (`tuple[int, ...]`):
+                Groups to leave out, the same on all ranks, not all of them. They take the average, and fresh moments.
+
+        Returns:
+            `float`: The drift, see [`RoundMetrics`].
+        """
+        included = self.mesh.layout.num_groups - len(excluded)
+        left_out = self.mesh.group_index in excluded
+        with torch.no_grad():
+            weight = 0.0 if left_out else 1.0
+            report = run_exchange(held.plan, held.shards, self.mesh.device, weight, float(included))
+            average_replicated(held.buffers, self.mesh, not left_out, included)
+        if excluded and torch.distributed.get_rank() == 0:
+            logger.warning(
+                "The parameters of federation group %s were not finite. It was left out of the average, has taken the "
+                "average of the others, and starts with fresh optimizer moments.",
+                ", ".join(map(str, excluded)),
+            )
+        if left_out:
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+        return self._exchange_drift(report, included)
+
+    def _exchange_drift(self, report: AveragingReport, included: int) -> float:
+        # The replicas of a group each report the whole shard, so the ratio needs no correction.
+        row = {"drift": report.squared_drift.item(), "norm": report.squared_norm.item()}
+        rows, _ = exchange_rows(row, self.mesh)
+        norm = rows["norm"][0]
+        return (sum(rows["drift"]) / included / norm) ** 0.5 if norm > 0 else 0.0

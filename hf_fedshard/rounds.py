@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import guard
-from .averager import Held, ModelAverager
+from .averaging import Held, ModelAverager
 from .config import FederationConfig
 from .handshake import FederationMismatchError
 from .initial import agree_on_model, broadcast_initial_state

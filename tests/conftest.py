@@ -43,9 +43,8 @@ def world8() -> Iterator[WorkerPool]:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Type of device for a body: the same body runs on both."""
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no GPU")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
     return str(request.param)
 
 

@@ -1,0 +1,319 @@
+"""
+The averaging engine: weighted means of slices of local shards between federation groups.
+
+It runs an *exchange plan* and knows nothing of groups or algorithms: for each flat bucket the pieces of local tensors
+in it, the process group that averages it, this rank's weight, and how its slices come back together inside the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .mesh import FederationMesh
+from .shards import accumulation_dtype, to_wire
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start:stop` of the flattened local tensor `name`, at `offset` in its bucket."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """
+    A contiguous run of pieces that are exchanged together, all accumulated in `dtype`.
+
+    `numel` counts the padding that makes it a multiple of the number of replicas, so that each averages an equal
+    slice.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """
+    Who exchanges what with whom.
+
+    Args:
+        buckets (`tuple[Bucket, ...]`):
+            In the order of exchange, the same on all peers.
+        slow (`ProcessGroup`):
+            The ranks that average this rank's slice of each bucket.
+        fast (`ProcessGroup`, *optional*):
+            The ranks of this group among which the slices of a bucket are spread and put together again; `None` with a
+            single replica, where a slice is the whole bucket.
+    """
+
+    buckets: tuple[Bucket, ...]
+    slow: dist.ProcessGroup
+    fast: dist.ProcessGroup | None
+
+    @property
+    def num_slices(self) -> int:
+        """Slices into which each bucket is cut."""
+        return 1 if self.fast is None else self.fast.size()
+
+    @property
+    def slice_index(self) -> int:
+        """The slice that this rank averages."""
+        return 0 if self.fast is None else self.fast.rank()
+
+    def slow_bytes(self) -> int:
+        """Bytes this rank sends over the slow tier in one averaging: a ring all-reduce of N bytes among P peers sends
+        2N(P-1)/P from each."""
+        peers, slices = self.slow.size(), self.num_slices
+        held = sum(bucket.numel // slices * bucket.dtype.itemsize for bucket in self.buckets)
+        return 2 * held * (peers - 1) // peers
+
+    def fast_bytes(self) -> int:
+        """Bytes this rank sends inside its group in one averaging: a ring all-gather of N bytes among R ranks sends
+        N(R-1)/R from each."""
+        slices = self.num_slices
+        return sum(bucket.numel // slices * bucket.dtype.itemsize * (slices - 1) for bucket in self.buckets)
+
+
+@dataclass
+class AveragingReport:
+    """
+    What one averaging found on this rank.
+
+    Args:
+        squared_drift (`torch.Tensor`):
+            Scalar float64, squared distance of this rank's shards from their average.
+        squared_norm (`torch.Tensor`):
+            Scalar float64, squared norm of the average of this rank's shards.
+    """
+
+    squared_drift: torch.Tensor
+    squared_norm: torch.Tensor
+
+
+def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, bucket_size_bytes: int) -> ExchangePlan:
+    """
+    Packs local tensors into buckets. No communication: peers hold the same names, sizes and dtypes in the same order,
+    which the start-up handshake has verified, and so arrive at the same plan.
+
+    Args:
+        tensors (`Mapping[str, torch.Tensor]`):
+            This rank's local shards. Any size: one that is larger than a bucket is cut over several.
+        mesh ([`FederationMesh`]):
+            Gives the process groups.
+        bucket_size_bytes (`int`):
+            Upper bound of a bucket.
+
+    Returns:
+        [`ExchangePlan`]: The plan. Buckets hold one accumulation dtype each.
+    """
+    slices = mesh.layout.replicate_size
+    by_dtype: dict[torch.dtype, list[tuple[str, int]]] = {}
+    for name, tensor in tensors.items():
+        by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append((name, tensor.numel()))
+    buckets: list[Bucket] = []
+    for dtype, sizes in by_dtype.items():
+        # A multiple of the slices, so that only the last bucket of a dtype is padded.
+        capacity = max(bucket_size_bytes // dtype.itemsize // slices, 1) * slices
+        buckets.extend(_fill_buckets(sizes, dtype, capacity, slices))
+    return ExchangePlan(tuple(buckets), mesh.fed, mesh.replicate)
+
+
+def _fill_buckets(sizes: Sequence[tuple[str, int]], dtype: torch.dtype, capacity: int, slices: int) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    used = 0
+
+    def close() -> None:
+        nonlocal pieces, used
+        buckets.append(Bucket(dtype, -(-used // slices) * slices, tuple(pieces)))
+        pieces, used = [], 0
+
+    for name, numel in sizes:
+        start = 0
+        while start < numel:
+            taken = min(numel - start, capacity - used)
+            pieces.append(Piece(name, start, start + taken, used))
+            start += taken
+            used += taken
+            if used == capacity:
+                close()
+    if pieces:
+        close()
+    return buckets
+
+
+def run_exchange(
+    plan: ExchangePlan,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    weight: float = 1.0,
+    total_weight: float | None = None,
+) -> AveragingReport:
+    """
+    Replaces each tensor by its weighted mean over the slow group: sum of `weight * tensor` over `total_weight`.
+
+    The sums are in the bucket's dtype, fp32 or more. Equal weights of 1 are not multiplied in, so values that are
+    equal in all groups come out unchanged. A weight of 0 contributes zeros, not `tensor * 0`, which would be NaN for
+    NaN. All ranks end with the same bits: each slice is summed by one all-reduce and handed on.
+
+    Every rank of the world calls it together. Order of the collectives, the same on all ranks: all-reduce of bucket 0,
+    all-reduce of bucket 1, all-gather of bucket 0, all-reduce of bucket 2, all-gather of bucket 1, ... The reductions
+    use the slow communicator alone and the gathers the fast one alone, so neither can wait for a call that a peer has
+    not reached.
+
+    Args:
+        plan ([`ExchangePlan`]):
+            From [`plan_exchange`] over tensors of these names and sizes.
+        tensors (`Mapping[str, torch.Tensor]`):
+            This rank's shards, written in place.
+        device (`torch.device`):
+            Where the buckets live; shards elsewhere (CPU offload) are copied.
+        weight (`float`, defaults to `1.0`):
+            This group's weight.
+        total_weight (`float`, *optional*):
+            Sum of the weights of all groups. Defaults to the number of groups.
+
+    Returns:
+        [`AveragingReport`]: Distance of this rank's shards from the average.
+    """
+    total = float(plan.slow.size() if total_weight is None else total_weight)
+    flats = {name: _Flat(tensor) for name, tensor in tensors.items()}
+    report = AveragingReport(
+        torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
+    )
+    buffers = _Buffers(plan, device)
+    in_flight: list[tuple[Bucket, torch.Tensor, torch.Tensor, dist.Work]] = []
+    for index, bucket in enumerate(plan.buckets):
+        whole, part = buffers.take(index, bucket)
+        _pack(bucket, flats, whole, weight)
+        part.copy_(whole.view(plan.num_slices, -1)[plan.slice_index])
+        work = dist.all_reduce(part, group=plan.slow, async_op=True)
+        in_flight.append((bucket, whole, part, work))
+        if len(in_flight) == 2:
+            _finish(plan, flats, total, weight, report, *in_flight.pop(0))
+    for waiting in in_flight:
+        _finish(plan, flats, total, weight, report, *waiting)
+    for flat in flats.values():
+        flat.write_back()
+    return report
+
+
+class _Flat:
+    """A 1-D view of a tensor, or, where its memory is not contiguous, a 1-D copy that is written back at the end."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.view = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+
+    def write_back(self) -> None:
+        if not self.tensor.is_contiguous():
+            self.tensor.copy_(self.view.view(self.tensor.shape))
+
+
+class _Buffers:
+    """Two pairs of buffers (whole bucket, own slice) for each dtype, used in turns."""
+
+    def __init__(self, plan: ExchangePlan, device: torch.device) -> None:
+        self.slices = plan.num_slices
+        largest: dict[torch.dtype, int] = {}
+        for bucket in plan.buckets:
+            largest[bucket.dtype] = max(largest.get(bucket.dtype, 0), bucket.numel)
+        self.pairs = {
+            (dtype, turn): (
+                torch.zeros(numel, dtype=dtype, device=device),
+                torch.empty(numel // self.slices, dtype=dtype, device=device),
+            )
+            for dtype, numel in largest.items()
+            for turn in range(min(2, len(plan.buckets)))
+        }
+
+    def take(self, index: int, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        whole, part = self.pairs[bucket.dtype, index % 2]
+        return whole[: bucket.numel], part[: bucket.numel // self.slices]
+
+
+def _pack(bucket: Bucket, flats: Mapping[str, _Flat], whole: torch.Tensor, weight: float) -> None:
+    if weight == 0:
+        whole.zero_()
+        return
+    for piece in bucket.pieces:
+        target = whole[piece.offset : piece.offset + piece.stop - piece.start]
+        target.copy_(flats[piece.name].view[piece.start : piece.stop])
+    # What lies behind the last piece is padding: nobody reads it, but a stale NaN there would be reduced for nothing.
+    last = bucket.pieces[-1]
+    whole[last.offset + last.stop - last.start :].zero_()
+    if weight != 1:
+        whole.mul_(weight)
+
+
+def _finish(
+    plan: ExchangePlan,
+    flats: Mapping[str, _Flat],
+    total: float,
+    weight: float,
+    report: AveragingReport,
+    bucket: Bucket,
+    whole: torch.Tensor,
+    part: torch.Tensor,
+    work: dist.Work,
+) -> None:
+    work.wait()
+    part.div_(total)
+    if plan.fast is not None:
+        dist.all_gather_single(whole, part, group=plan.fast)
+    else:
+        whole = part
+    for piece in bucket.pieces:
+        mean = whole[piece.offset : piece.offset + piece.stop - piece.start]
+        held = flats[piece.name].view[piece.start : piece.stop]
+        if weight != 0:
+            report.squared_drift += (mean - held.to(mean)).norm().double().square()
+        report.squared_norm += mean.norm().double().square()
+        held.copy_(mean)
+
+
+def average_replicated(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, included: bool, total: int) -> None:
+    """
+    Brings tensors that every rank holds whole, such as BatchNorm statistics, to one value: floating-point ones to the
+    mean over all ranks of all groups, integer ones to the value of group 0's first rank.
+
+    The order is the same on all ranks: a sum inside the group, a sum over the groups by the first rank of each, and a
+    broadcast inside the group. So the slow tier carries them once, and all ranks of a group get the same bits.
+
+    Args:
+        tensors (`Mapping[str, torch.Tensor]`):
+            Names and tensors, the same names and shapes on all ranks, written in place.
+        mesh ([`FederationMesh`]):
+            The federation.
+        included (`bool`):
+            Whether this rank's group takes part; one that does not contributes zeros and takes the result.
+        total (`int`):
+            How many groups take part.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors.values():
+        by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append(tensor)
+    leads = mesh.group.rank() == 0
+    for dtype, members in by_dtype.items():
+        flat = torch.cat([to_wire(tensor, mesh.device).reshape(-1) for tensor in members])
+        if dtype.is_floating_point:
+            flat = flat.to(dtype) if included else torch.zeros_like(flat, dtype=dtype)
+            dist.all_reduce(flat, group=mesh.group)
+            if leads:
+                dist.all_reduce(flat, group=mesh.fed)
+            flat.div_(total * mesh.group.size())
+        elif leads:
+            dist.broadcast(flat, group_src=0, group=mesh.fed)
+        dist.broadcast(flat, group_src=0, group=mesh.group)
+        for tensor, mean in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))

@@ -1,0 +1,201 @@
+"""Runs of Trainer that record what a rank was trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback
+
+from hf_fedshard import cpu
+from hf_fedshard.shards import reshard
+
+from .data import IGNORED_LABEL, Batch, ListDataset, collate, feature_samples, token_samples
+from .models import add_lora, tiny_batchnorm, tiny_llama
+from .tiny_trainer import tiny_arguments
+
+
+State = dict[str, torch.Tensor]
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 0.1
+MAX_GRAD_NORM = 0.2
+NUM_STEPS = 20
+
+
+def make_model(kind: str) -> nn.Module:
+    """
+    Args:
+        kind (`str`):
+            `llama`, `tied`, `frozen`, `lora`, `batchnorm` (takes no token count), or `double`.
+
+    Returns:
+        `torch.nn.Module`: The model, always with the same weights.
+    """
+    if kind == "batchnorm":
+        return tiny_batchnorm()
+    if kind == "double":
+        return _in_double_throughout(tiny_llama(dtype=torch.float64))
+    model = tiny_llama(tied=kind == "tied")
+    if kind == "frozen":
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+    return add_lora(model) if kind == "lora" else model
+
+
+def _in_double_throughout(model: nn.Module) -> nn.Module:
+    # Llama's own norm computes in fp32: a difference of 1e-16 ahead of it may come out as one of 1e-7.
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                norm = nn.RMSNorm(child.weight.numel(), child.variance_epsilon, dtype=torch.float64)
+                setattr(module, name, norm)
+    return model
+
+
+def native_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """
+    A `compute_loss_func` in the precision of the logits, where Transformers' own goes through fp32.
+
+    Args:
+        outputs (`dict`):
+            `logits`.
+        labels (`torch.Tensor`):
+            Labels.
+        num_items_in_batch (`Any`, *optional*):
+            Label tokens of the group.
+
+    Returns:
+        `torch.Tensor`: This micro-batch's share of the group's loss.
+    """
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return total / num_items_in_batch
+
+
+class RecordingTrainer(Trainer):
+    """Keeps each batch that it trains on, the token count that reaches the model, and the model at each border."""
+
+    def record(self, sync_every: int) -> None:
+        """
+        Starts recording.
+
+        Args:
+            sync_every (`int`):
+                Steps in a round.
+        """
+        self.batches: list[Batch] = []
+        self.counts: list[Any] = []
+        self.borders: list[State] = []
+        trainer = self
+
+        class Borders(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                # The step ahead of this one ended a round: the model must be the average by now.
+                if state.global_step and state.global_step % sync_every == 0:
+                    trainer.borders.append(full_state(trainer.model))
+
+        self.add_callback(Borders())
+        self.model.register_forward_pre_hook(self._note_count, with_kwargs=True)
+
+    def _note_count(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if model.training:
+            self.counts.append(kwargs.get("num_items_in_batch"))
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.batches.append({key: value.clone() for key, value in inputs.items()})
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def full_state(model: nn.Module) -> State:
+    """
+    Args:
+        model (`torch.nn.Module`):
+            A sharded model.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Parameters as this rank's replica holds them, and this rank's persistent buffers.
+    """
+    reshard(model)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in named.items()
+    }
+
+
+def train(
+    folder: str,
+    kind: str = "llama",
+    num_groups: int | None = 2,
+    sync_every: int = 3,
+    federated: bool = True,
+    length: int = 12,
+    uneven: bool = True,
+    native: bool = False,
+    pooled: bool = True,
+    **changes: Any,
+) -> dict[str, Any]:
+    """
+    Trains in this process, one of several.
+
+    Args:
+        folder (`str`):
+            Output folder.
+        kind (`str`, *optional*, defaults to `"llama"`):
+            For [`make_model`].
+        num_groups (`int`, *optional*, defaults to 2):
+            Federation groups, `None` to leave it to the launch.
+        sync_every (`int`, *optional*, defaults to 3):
+            Steps in a round.
+        federated (`bool`, *optional*, defaults to `True`):
+            Whether to give the callback.
+        length (`int`, *optional*, defaults to 12):
+            Tokens in a sample.
+        uneven (`bool`, *optional*, defaults to `True`):
+            Whether samples have unequal numbers of labels.
+        native (`bool`, *optional*, defaults to `False`):
+            Whether to give [`native_loss`].
+        pooled (`bool`, *optional*, defaults to `True`):
+            Whether this is a pool's process. In a launched one the callback is given as a class, and all settings come
+            from the environment.
+        changes (`Any`):
+            Arguments of `TrainingArguments`.
+
+    Returns:
+        `dict[str, Any]`: `state`, `borders`, `batches`, `counts` and `log`.
+    """
+    from hf_fedshard import FedAvgCallback
+
+    callback: Any = FedAvgCallback
+    if pooled:
+        cpu.install()  # the plain run too needs FSDP2 on CPU
+        callback = FedAvgCallback(num_groups=num_groups, sync_every=sync_every)
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": NUM_STEPS,
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "optim": "adamw_torch",
+    }
+    samples = feature_samples(400) if kind == "batchnorm" else token_samples(700, length, uneven)
+    trainer = RecordingTrainer(
+        model=make_model(kind),
+        args=tiny_arguments(folder, **{**defaults, **changes}),
+        train_dataset=ListDataset(samples),
+        data_collator=collate,
+        compute_loss_func=native_loss if native else None,
+        callbacks=[callback] if federated else [],
+    )
+    trainer.record(sync_every)
+    trainer.train()
+    return {
+        "state": full_state(trainer.model),
+        "borders": trainer.borders,
+        "batches": trainer.batches,
+        "counts": trainer.counts,
+        "log": trainer.state.log_history,
+    }

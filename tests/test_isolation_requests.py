@@ -1,0 +1,231 @@
+"""Whatever callbacks ask for inside a round, one rank alone or all, waits for the border and holds for every rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from tests.harness.data import ListDataset, token_samples
+from tests.harness.pool import WorkerPool
+from tests.harness.timeline import ROUND, Timeline
+from tests.harness.tiny_trainer import History, forget_meshes, tiny_trainer
+from tests.test_isolation import FL_FSDP, FL_HSDP, LIMIT, run_isolated
+
+
+class Ask(TrainerCallback):
+    """
+    Sets a flag of the control in one event.
+
+    Args:
+        flag (`str`):
+            `"should_save"` and so on.
+        step (`int`):
+            `global_step` at which.
+        ranks (`tuple[int, ...]`):
+            Ranks on which.
+        event (`str`, *optional*, defaults to `"on_step_end"`):
+            The event.
+    """
+
+    def __init__(self, flag: str, step: int, ranks: tuple[int, ...], event: str = "on_step_end") -> None:
+        def ask(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step and dist.get_rank() in ranks:
+                setattr(control, flag, True)
+
+        setattr(self, event, ask)
+
+
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_flags_of_single_ranks(world4: WorkerPool, tmp_path: Path, position: str) -> None:
+    asks = (
+        partial(Ask, "should_log", 1, (3,)),
+        partial(Ask, "should_evaluate", 2, (2, 3)),
+        partial(Ask, "should_save", 5, (0,)),
+        partial(Ask, "should_evaluate", 7, (1,)),
+        partial(Ask, "should_training_stop", 9, (2,)),
+    )
+    result = run_isolated(world4, str(tmp_path), max_steps=30, eval_samples=6, **{position: asks})
+    assert result["borders"] == [4, 8, 12]
+    assert result["steps"] == 12
+    assert result["logged"] == [4]
+    assert result["evaluated"] == [4, 8]
+    assert result["saved"] == [8]
+
+
+def test_flags_of_one_group_in_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
+    asks = (partial(Ask, "should_save", 1, (4, 5, 6, 7)), partial(Ask, "should_training_stop", 3, (7,)))
+    result = run_isolated(world8, str(tmp_path), env=FL_HSDP, max_steps=9, sync_every=2, after=asks)
+    assert result["saved"] == [2]
+    assert result["borders"] == [2, 4]
+
+
+def test_stop_in_an_accumulation_window(world4: WorkerPool, tmp_path: Path) -> None:
+    ask = partial(Ask, "should_training_stop", 2, (1,), event="on_substep_end")
+    result = run_isolated(
+        world4, str(tmp_path), max_steps=9, sync_every=3, gradient_accumulation_steps=2, after=(ask,)
+    )
+    assert result["borders"] == [3]
+
+
+@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize("event", ["on_epoch_begin", "on_epoch_end", "on_step_begin", "on_optimizer_step"])
+def test_stop_in_other_events(world4: WorkerPool, tmp_path: Path, event: str, step: int) -> None:
+    # 16 samples over 4 ranks: every epoch ends at a border, where no round is running; 24: inside a round.
+    ask = partial(Ask, "should_training_stop", step, (1,), event=event)
+    samples = ListDataset(token_samples(4 * step))
+    result = run_isolated(world4, str(tmp_path), samples, max_steps=16, after=(ask,))
+    assert result["steps"] in (step, 8)
+    assert len(result["borders"]) in (1, 2)
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_evaluate", "on_save"])
+def test_stop_at_a_border(world4: WorkerPool, tmp_path: Path, event: str) -> None:
+    ask = partial(Ask, "should_training_stop", 4, (1,), event=event)
+    every = {"logging_strategy": "steps", "eval_strategy": "steps", "save_strategy": "steps"}
+    every |= {"logging_steps": 4, "eval_steps": 4, "save_steps": 4, "eval_samples": 6}
+    result = run_isolated(world4, str(tmp_path), max_steps=12, after=(ask,), **every)
+    assert result["steps"] in (4, 8)
+
+
+def test_stop_of_the_epoch(world4: WorkerPool, tmp_path: Path) -> None:
+    ask = partial(Ask, "should_epoch_stop", 1, (3,))
+    result = run_isolated(world4, str(tmp_path), max_steps=9, sync_every=2, after=(ask,))
+    # Two epochs were planned for 9 steps, and the first one was cut short.
+    assert result["epoch_ends"] == [2, 8]
+
+
+class CallDirectly(TrainerCallback):
+    """Calls methods of the Trainer in mid-round, and notes whether the groups held one model in them."""
+
+    def __init__(self, event: str, step: int, names: tuple[str, ...]) -> None:
+        self.trainer: Any = None
+        self.timeline: Any = None
+        self.same: list[bool] = []
+        self.met = False
+
+        def call(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step != step or self.met:
+                return
+            self.met = True
+            for name in names:
+                given = {
+                    "evaluate": {},
+                    "predict": {"test_dataset": self.trainer.eval_dataset},
+                    "save_model": {"output_dir": f"{args.output_dir}/direct"},
+                }[name]
+                getattr(self.trainer, name)(**given)
+                weight = kwargs["model"].lm_head.weight
+                local = (weight.to_local() if hasattr(weight, "to_local") else weight).detach()
+                everywhere = [torch.empty_like(local) for _ in range(4)] if local.numel() else []
+                if everywhere:
+                    dist.all_gather(everywhere, local)
+                    self.same.append(torch.equal(everywhere[0], everywhere[2]))
+            if event != "on_step_end":
+                self.timeline.mark(ROUND)  # the step goes on, and the next round with it
+
+        setattr(self, event, call)
+
+
+def call_directly(folder: str, event: str, step: int, names: tuple[str, ...], **changes: Any) -> Any:
+    forget_meshes()
+    history, caller = History(), CallDirectly(event, step, names)
+    trainer = tiny_trainer(folder, after=(caller, *changes.pop("after", ()), history), eval_samples=6, **changes)
+    caller.trainer, caller.timeline = trainer, Timeline(2)
+    with caller.timeline.of(trainer):
+        trainer.train()
+    found = caller.timeline.crossing_inside_rounds()
+    return found, caller.timeline.borders, caller.same, history.evaluated, history.saved
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_substep_end", "on_optimizer_step"])
+def test_direct_calls(world4: WorkerPool, tmp_path: Path, event: str) -> None:
+    names = ("evaluate", "predict", "save_model")
+    results = world4.run(
+        call_directly,
+        str(tmp_path),
+        event,
+        2,
+        names,
+        max_steps=7,
+        gradient_accumulation_steps=2,
+        env=FL_FSDP,
+        limit_seconds=LIMIT,
+    )
+    for found, borders, same, evaluated, _ in results:
+        assert not found, found[0]
+        assert borders[0] == 2
+        assert borders[-1] == 7
+        assert same == [True] * 3
+        assert evaluated == [2]
+    assert (tmp_path / "direct" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_substep_end"])
+def test_requests_outlive_a_border_on_demand(world4: WorkerPool, tmp_path: Path, event: str) -> None:
+    # A save was asked for at step 1 by one rank; the border at step 2 comes from a direct call.
+    asks = (partial(Ask, "should_save", 1, (3,)), partial(Ask, "should_evaluate", 2, (1,)))
+    results = world4.run(
+        call_directly,
+        str(tmp_path),
+        event,
+        2,
+        ("evaluate",),
+        max_steps=6,
+        gradient_accumulation_steps=2,
+        after=asks,
+        env=FL_FSDP,
+        limit_seconds=LIMIT,
+    )
+    for found, borders, _, evaluated, saved in results:
+        assert not found, found[0]
+        # In the middle of a step the call itself is the evaluation asked for before; the save waits for the next border.
+        assert evaluated == ([2, 2] if event == "on_step_end" else [2])
+        assert saved == ([2] if event == "on_step_end" else [6])
+        assert borders == [2, 6]
+
+
+def test_early_stopping_and_best_model(world4: WorkerPool, tmp_path: Path) -> None:
+    results = world4.run(train_to_best, str(tmp_path), env=FL_FSDP, limit_seconds=LIMIT)
+    for leaks, borders, steps, best, difference, evaluated in results:
+        assert not leaks, leaks[0]
+        assert best == results[0][3]
+        assert steps < 40
+        assert borders[-1] == steps
+        assert set(evaluated) <= set(borders)
+        assert difference == 0.0
+
+
+def train_to_best(folder: str) -> Any:
+    from safetensors.torch import load_file
+
+    forget_meshes()
+    history = History()
+    trainer = tiny_trainer(
+        folder,
+        after=(partial(EarlyStoppingCallback, early_stopping_patience=1), history),
+        eval_samples=6,
+        max_steps=40,
+        learning_rate=0.3,  # overshoots: the loss gets worse
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=False,
+    )
+    timeline = Timeline(2)
+    with timeline.of(trainer):
+        trainer.train()
+    best = trainer.state.best_model_checkpoint
+    saved = load_file(f"{best}/model.safetensors")
+    held = {name: parameter.full_tensor() for name, parameter in trainer.model.named_parameters()}
+    difference = max(float((held[name].detach() - saved[name]).abs().max()) for name in saved)
+    state = trainer.state
+    return timeline.crossing_inside_rounds(), timeline.borders, state.global_step, best, difference, history.evaluated
