@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .config import FederationConfig, FederationLayout
     from .handshake import FederationMismatchError
     from .lifecycle import shutdown
+    from .manifest import CheckpointError
     from .metrics import RoundMetrics
     from .parallelism import FederatedParallelismConfig
     from .plugin import FederatedFSDPPlugin
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Border": "rounds",
+    "CheckpointError": "manifest",
     "FedAvgCallback": "callback",
     "FederatedFSDPPlugin": "plugin",
     "FederatedParallelismConfig": "parallelism",
@@ -44,6 +46,7 @@ _MODULES = {
 
 __all__ = [
     "Border",
+    "CheckpointError",
     "FedAvgCallback",
     "FederatedFSDPPlugin",
     "FederatedParallelismConfig",

@@ -12,12 +12,14 @@ from accelerate import Accelerator
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
+from .checkpoint import Place
 from .config import FederationConfig
 from .data import endless_if_sharded_by_files, keep_generators_in_step, refuse_dispatched_batches
 from .group_ops import GroupOps
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
+from .trainer_checkpoint import TrainerCheckpoints
 
 
 Method = Callable[..., Any]
@@ -94,6 +96,9 @@ class TrainerBinding:
         self.parallelism = parallelism
         self.config = config
         self.session: TrainingSession | None = None
+        self.checkpoints = TrainerCheckpoints(
+            trainer, Place(parallelism.federation_layout, parallelism.mesh.group_index, parallelism.mesh.group), config
+        )
         self._patches = Patches()
         self._accelerator_patches = Patches()
         self._bound_accelerator: Accelerator | None = None
@@ -109,6 +114,8 @@ class TrainerBinding:
             after_train (`Callable`):
                 Called when `Trainer.train` is left, also by an exception.
         """
+        # First, so that what follows wraps it: a border is made, then the checkpoint is saved.
+        self.checkpoints.install()
         replace, trainer = self._patches.replace, self.trainer
         replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
         replace(trainer, "get_train_dataloader", self._get_train_dataloader)
@@ -117,14 +124,16 @@ class TrainerBinding:
         replace(trainer, "log", self._log)
         replace(trainer, "save_model", self._save_model)
         replace(trainer.callback_handler, "call_event", self._call_event)
-        for name in ("evaluate", "predict", "_save_checkpoint"):
+        for name in ("evaluate", "predict"):
             replace(trainer, name, self._at_border)
+        replace(trainer, "_save_checkpoint", self._save_checkpoint)
         self._bind_accelerator()
 
     def remove(self) -> None:
         """Puts every method back."""
         self._accelerator_patches.undo()
         self._patches.undo()
+        self.checkpoints.remove()
         self._bound_accelerator = None
 
     def _bind_accelerator(self) -> None:
@@ -150,12 +159,6 @@ class TrainerBinding:
 
     def _train(self, original: Method, before: Callable[[], None], after: Callable[[], None]) -> Method:
         def train(*args: Any, **kwargs: Any) -> Any:
-            if args[0] if args else kwargs.get("resume_from_checkpoint"):
-                raise NotImplementedError(
-                    "Resuming a federated run is not supported yet: the checkpoint keeps one optimizer state for all "
-                    "groups, so the groups would go on from mixed state. Start from its weights instead, with "
-                    "from_pretrained(checkpoint), or train without FedAvgCallback."
-                )
             before()
             try:
                 return original(*args, **kwargs)
@@ -170,6 +173,7 @@ class TrainerBinding:
         self._end_session()
         self._bind_accelerator()
         self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config)
+        self.session.rounds.round = self.checkpoints.round
 
     def _end_session(self) -> None:
         if self.session is not None:
@@ -257,6 +261,15 @@ class TrainerBinding:
                 return original(*args, **kwargs)
 
         return at_border
+
+    def _save_checkpoint(self, original: Method) -> Method:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            with self._border():
+                if self.session is not None:
+                    self.checkpoints.round = self.session.rounds.round
+                return original(*args, **kwargs)
+
+        return save_checkpoint
 
     def _save_model(self, original: Method) -> Method:
         def save_model(output_dir: str | None = None, _internal_call: bool = False) -> Any:

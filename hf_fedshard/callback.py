@@ -6,14 +6,17 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from . import cpu, environment
 from .agreement import agree_on_launch
 from .binding import TrainerBinding, trainer_under_construction
+from .checkpoint import Place
 from .config import FederationConfig
 from .launch import layout_for, stated_sizes
 from .parallelism import FederatedParallelismConfig
+from .trainer_checkpoint import TrainerCheckpoints
 
 
 logger = logging.getLogger(__name__)
@@ -32,7 +35,8 @@ class FedAvgCallback(TrainerCallback):
     Args:
         num_groups (`int`, *optional*):
             G, the number of federation groups. Defaults to the replicas of the launch config's `parallelism_config`,
-            without one to the nodes. With `1` the callback leaves plain FSDP or HSDP as it is.
+            without one to the nodes. With `1` plain FSDP or HSDP trains as it is,
+            and only the checkpoints are this package's.
         sync_every (`int`, *optional*, defaults to `8`):
             H, optimizer steps (`global_step`) between two averagings.
         bucket_size_bytes (`int`, *optional*):
@@ -41,6 +45,9 @@ class FedAvgCallback(TrainerCallback):
             Metrics of a round are logged every so many rounds, `0` for never.
         timeout_seconds (`float`, *optional*):
             How long collectives wait for their peers. Defaults to `TrainingArguments.ddp_timeout`.
+        optimizer_on_reshape (`str`, *optional*, defaults to `"nearest"`):
+            Where the optimizer moments come from when a run resumes with another number of groups, `"nearest"` or
+            `"average"`.
 
     Raises:
         ValueError: If a setting is out of its range or the launch cannot be federated.
@@ -62,6 +69,7 @@ class FedAvgCallback(TrainerCallback):
         bucket_size_bytes: int | None = None,
         log_every_rounds: int | None = None,
         timeout_seconds: float | None = None,
+        optimizer_on_reshape: str | None = None,
     ) -> None:
         self.config = FederationConfig.from_arguments(
             num_groups=num_groups,
@@ -69,6 +77,7 @@ class FedAvgCallback(TrainerCallback):
             bucket_size_bytes=bucket_size_bytes,
             log_every_rounds=log_every_rounds,
             timeout_seconds=timeout_seconds,
+            optimizer_on_reshape=optimizer_on_reshape,
         )
         if environment.launched_world_size() > 1 and not torch.accelerator.is_available():
             cpu.install()
@@ -76,6 +85,7 @@ class FedAvgCallback(TrainerCallback):
         self._binding: TrainerBinding | None = None
         self._parallelism: FederatedParallelismConfig | None = None
         self._stock: dict[str, Any] = {}
+        self._checkpoints: TrainerCheckpoints | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -119,6 +129,10 @@ class FedAvgCallback(TrainerCallback):
         if layout.num_groups == 1:
             if state.is_main_process:
                 logger.warning("num_groups=1: training with plain FSDP or HSDP, there is nothing to average.")
+            # In the same format, so that a run can go from groups to none and back.
+            world: Any = dist.group.WORLD
+            self._checkpoints = TrainerCheckpoints(trainer, Place(layout, 0, world), self.config)
+            self._checkpoints.install()
             return
         self._stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
         if isinstance(state.parallelism_config, FederatedParallelismConfig):
@@ -153,5 +167,7 @@ class FedAvgCallback(TrainerCallback):
                 )
             self._take_back()
             self._binding.remove()
-        self._bound_to = self._binding = self._parallelism = None
+        if self._checkpoints is not None:
+            self._checkpoints.remove()
+        self._bound_to = self._binding = self._parallelism = self._checkpoints = None
         self._stock = {}
