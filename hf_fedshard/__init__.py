@@ -18,6 +18,7 @@ from . import environment
 if TYPE_CHECKING:
     from .callback import FedAvgCallback
     from .config import FederationConfig, FederationLayout
+    from .export import export_checkpoint
     from .handshake import FederationMismatchError
     from .lifecycle import shutdown
     from .manifest import CheckpointError
@@ -41,6 +42,7 @@ _MODULES = {
     "RoundMetrics": "metrics",
     "Rounds": "rounds",
     "UpstreamChangedError": "seams",
+    "export_checkpoint": "export",
     "shutdown": "lifecycle",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "RoundMetrics",
     "Rounds",
     "UpstreamChangedError",
+    "export_checkpoint",
     "shutdown",
 ]
 

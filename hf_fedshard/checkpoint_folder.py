@@ -236,7 +236,7 @@ def _unfit(folder: Path) -> str | None:
         return (
             "it was not saved by hf_fedshard. A stock checkpoint of a federated run holds one optimizer state, mixed or "
             "of group 0, for all groups, so its optimizer is refused. Its weights can be used: load them with "
-            "from_pretrained, after `python -m hf_fedshard.export` where they are sharded."
+            "from_pretrained, after `accelerate merge-weights` where they are sharded."
         )
     if (
         (folder / MANIFEST_NAME).exists()
