@@ -173,7 +173,7 @@ class TrainerBinding:
         self._end_session()
         self._bind_accelerator()
         self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config)
-        self.session.rounds.round = self.checkpoints.round
+        self.session.rounds.restore(self.checkpoints.round)
 
     def _end_session(self) -> None:
         if self.session is not None:

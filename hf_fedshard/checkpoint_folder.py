@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
-_NAME = re.compile(r"^checkpoint-(\d+)$")
+_NAME = re.compile(r"^checkpoint[-_](\d+)$")  # Trainer's, and Accelerate's automatic ones
 
 
 class Staging:
@@ -134,7 +134,7 @@ def clean_up(run_dir: Path) -> None:
         run_dir (`Path`):
             The folder of the checkpoints. Called on one rank, before training.
     """
-    for parent in sorted(run_dir.glob(f"{_SAVING}checkpoint-*")):
+    for parent in sorted(run_dir.glob(f"{_SAVING}*")):
         name = parent.name.removeprefix(_SAVING)
         if (parent / name / MANIFEST_NAME).exists() and not find_damage(parent / name):
             logger.warning("The last run was ended while it saved %s; it was complete and is kept.", run_dir / name)
@@ -142,7 +142,7 @@ def clean_up(run_dir: Path) -> None:
         else:
             logger.warning("The last run was ended while it saved %s; what it had written is removed.", run_dir / name)
         shutil.rmtree(parent, ignore_errors=True)
-    for parent in run_dir.glob(f"{_REMOVING}checkpoint-*"):
+    for parent in run_dir.glob(f"{_REMOVING}*"):
         shutil.rmtree(parent, ignore_errors=True)
 
 
@@ -175,7 +175,7 @@ def rotate(run_dir: Path, limit: int | None, keep: list[Path]) -> None:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """
-    The folders `checkpoint-<step>`, highest step first.
+    The folders `checkpoint-<step>` (under Accelerate `checkpoint_<number>`), highest first.
 
     Args:
         run_dir (`Path`):
@@ -187,7 +187,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=_number, reverse=True)
 
 
-def check_whole(folder: Path) -> None:
+def check_whole(folder: Path, how: str = "resume_from_checkpoint={!r}") -> None:
     """
     Makes sure that a checkpoint is complete and can be resumed from. Collective over the world; the ranks share the
     reading of its files.
@@ -195,6 +195,8 @@ def check_whole(folder: Path) -> None:
     Args:
         folder (`Path`):
             The checkpoint, the same on all ranks.
+        how (`str`, *optional*):
+            How to write that another one is to be used, for the message.
 
     Raises:
         CheckpointError: On every rank, if not: it names the files, and a checkpoint that can be used instead.
@@ -207,7 +209,7 @@ def check_whole(folder: Path) -> None:
     dist.broadcast_object_list(others, src=0)
     whole = next((path for path in others[0] if _problem(path) is None), None)
     advice = (
-        f"Whole, and the newest to be used instead: resume_from_checkpoint={str(whole)!r}."
+        f"Whole, and the newest to be used instead: {how.format(str(whole))}."
         if whole is not None
         else f"{folder.parent} holds no other checkpoint that can be resumed from."
     )

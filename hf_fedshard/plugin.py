@@ -12,6 +12,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from . import environment
+from .accelerate_checkpoint import AcceleratorCheckpoints, check_border
+from .checkpoint import Place
 from .config import FederationConfig
 from .data import keep_generators_in_step, refuse_dispatched_batches
 from .handshake import agree
@@ -40,6 +42,9 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             Size of an exchange buffer.
         timeout_seconds (`float`, *optional*):
             How long collectives wait for their peers.
+        optimizer_on_reshape (`str`, *optional*, defaults to `"nearest"`):
+            Where the optimizer moments come from when `load_state` reads a checkpoint with another number of groups,
+            `"nearest"` or `"average"`.
 
     Example:
 
@@ -62,6 +67,9 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     sync_every: int | None = field(default=None, metadata={"help": "Optimizer steps between two averagings."})
     bucket_size_bytes: int | None = field(default=None, metadata={"help": "Size of an exchange buffer in bytes."})
     timeout_seconds: float | None = field(default=None, metadata={"help": "How long collectives wait for peers."})
+    optimizer_on_reshape: str | None = field(
+        default=None, metadata={"help": "Optimizer moments with another number of groups: nearest or average."}
+    )
 
     def __post_init__(self) -> None:
         stated = vars(self)
@@ -76,6 +84,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             sync_every=self.sync_every,
             bucket_size_bytes=self.bucket_size_bytes,
             timeout_seconds=self.timeout_seconds,
+            optimizer_on_reshape=self.optimizer_on_reshape,
         )
         self._parallelism_config: FederatedParallelismConfig | None = None
         super().__post_init__()
@@ -125,6 +134,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         rounds = Rounds(
             model, mesh, self.federation_config, [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
         )
+        place = Place(mesh.layout, mesh.group_index, mesh.group)
+        AcceleratorCheckpoints(accelerator, rounds, place, self.federation_config.optimizer_on_reshape)
         if mesh.layout.num_groups > 1:
             _keep_saving_to_borders(accelerator, rounds)
         return rounds
@@ -143,27 +154,11 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
 def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> None:
     """Inside a round every group holds another model, and what is saved would be one group's."""
 
-    def check(what: str) -> None:
-        if not rounds.at_border:
-            raise RuntimeError(
-                f"{what} was called {rounds.steps} steps into a round, where every group holds another model. Call it "
-                "where `fedavg.at_border` is true, or after `fedavg.finish()`; `fedavg.close()` on every rank makes a "
-                "border at once."
-            )
-
-    def refuse_load(*_: Any) -> None:
-        raise NotImplementedError(
-            "Resuming a federated run is not supported yet: Accelerate's checkpoint keeps one optimizer state for all "
-            "groups, so the groups would go on from mixed state. Load the weights alone, before `prepare`."
-        )
-
-    accelerator.register_save_state_pre_hook(lambda *_: check("accelerator.save_state"))
-    accelerator.register_load_state_pre_hook(refuse_load)
     check_seam(Accelerator, "get_state_dict", ("model", "unwrap"))
 
     def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
         def get_state_dict(*args: Any, **kwargs: Any) -> Any:
-            check("accelerator.get_state_dict")
+            check_border(rounds, "accelerator.get_state_dict")
             return original(*args, **kwargs)
 
         return get_state_dict

@@ -156,6 +156,17 @@ class Rounds:
         guard.detach(self)
         return metrics
 
+    def restore(self, round: int) -> None:
+        """
+        Told that the model was replaced by a checkpoint's, the same in all groups: a round begins with the next step.
+
+        Args:
+            round (`int`):
+                Rounds behind the model.
+        """
+        self._next_round()
+        self.round = round
+
     @property
     def at_border(self) -> bool:
         """Whether every group holds the same, averaged model: no step was made since the last averaging."""

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
@@ -29,7 +27,6 @@ from .checkpoint import (
     describe_reshape,
     load_group_state,
     load_model,
-    model_tensors,
     read_description,
     save_federation,
     together,
@@ -37,6 +34,7 @@ from .checkpoint import (
 from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints, rotate
 from .config import FederationConfig
 from .manifest import CheckpointError
+from .model_files import gather_adapters
 from .seams import Patches, check_attribute, check_seam
 
 
@@ -231,12 +229,7 @@ class TrainerCheckpoints:
     def _save_all_but_weights(self, folder: Path) -> None:
         """Configuration, tokenizer and the like, by Trainer's own `_save`, which subclasses extend."""
         trainer = self.trainer
-        adapters: dict[str, torch.Tensor] = {}
-        if getattr(trainer.model, "peft_config", None):
-            # Small, and a folder that PEFT can load is worth its second copy. All ranks of a group gather together.
-            for name, tensor in model_tensors(trainer.model).items():
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                adapters[name] = whole.cpu()
+        adapters = gather_adapters(trainer.model)
         trainer._save(str(folder), state_dict=adapters)
         if trainer.args.should_save and not adapters:
             for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
