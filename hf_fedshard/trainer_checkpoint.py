@@ -178,16 +178,16 @@ class TrainerCheckpoints:
                 patches.undo()
             together("Saving a checkpoint", error)
             staging.commit(self._written)
-            for _ in pushes:
-                trainer._push_from_checkpoint(str(staging.final))
             if trainer.is_world_process_zero():
                 best = state.best_model_checkpoint
                 keep = [staging.final, *([Path(best)] if best else [])]
                 try:
+                    if pushes:
+                        trainer._push_from_checkpoint(str(staging.final))
                     rotate(run_dir, limit, keep)
-                except OSError as problem:
+                except Exception as problem:
                     error = problem
-            together("Deleting old checkpoints", error)
+            together("Pushing a checkpoint or deleting old ones", error)
 
         return save_checkpoint
 

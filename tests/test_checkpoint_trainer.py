@@ -298,3 +298,36 @@ def test_export_command(trained: tuple[Path, Any], tmp_path: Path, capsys: pytes
         main([str(trained[0]), str(tmp_path / "out2")])
     assert raised.value.code == 1
     assert "no checkpoint of hf_fedshard" in capsys.readouterr().err
+
+
+class LocalHub:
+    """Stands in for the Hub: keeps the names of what is uploaded."""
+
+    def __init__(self) -> None:
+        self.uploads: list[tuple[str, str, list[str]]] = []
+
+    def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
+        return mock.Mock(repo_id=repo_id)
+
+    def upload_folder(self, folder_path: str, path_in_repo: str = "", **kwargs: Any) -> Any:
+        files = sorted(path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*"))
+        self.uploads.append((str(folder_path), path_in_repo, files))
+        return mock.Mock(done=lambda: True)
+
+
+def pushing(folder: str) -> list[tuple[str, str, list[str]]]:
+    hub = LocalHub()
+    with mock.patch("transformers.trainer.hf_api", lambda: hub):
+        with_tokenizer(folder, push_to_hub=True, hub_model_id="a/b", hub_strategy="checkpoint", hub_always_push=True)
+    return hub.uploads
+
+
+def test_push_to_hub(world4: WorkerPool, tmp_path: Path) -> None:
+    uploads = run(world4, pushing, tmp_path)
+    assert [len(rank) for rank in uploads] == [2, 0, 0, 0]
+    model, checkpoint = uploads[0]
+    assert model[0] == str(tmp_path) and {"config.json", "model.safetensors", "tokenizer.json"} <= set(model[2])
+    assert checkpoint[:2] == (str(tmp_path / "checkpoint-4"), "last-checkpoint")
+    assert {"federation/manifest.json", "model.safetensors", "card.md"} <= set(checkpoint[2])
+    assert find_damage(tmp_path / "checkpoint-4") == []
+    run(world4, train, tmp_path, True, processing_class=None)
