@@ -18,8 +18,10 @@ from . import environment
 if TYPE_CHECKING:
     from .callback import FedAvgCallback
     from .config import FederationConfig, FederationLayout
+    from .export import export_checkpoint
     from .handshake import FederationMismatchError
     from .lifecycle import shutdown
+    from .manifest import CheckpointError
     from .metrics import RoundMetrics
     from .parallelism import FederatedParallelismConfig
     from .plugin import FederatedFSDPPlugin
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Border": "rounds",
+    "CheckpointError": "manifest",
     "FedAvgCallback": "callback",
     "FederatedFSDPPlugin": "plugin",
     "FederatedParallelismConfig": "parallelism",
@@ -39,11 +42,13 @@ _MODULES = {
     "RoundMetrics": "metrics",
     "Rounds": "rounds",
     "UpstreamChangedError": "seams",
+    "export_checkpoint": "export",
     "shutdown": "lifecycle",
 }
 
 __all__ = [
     "Border",
+    "CheckpointError",
     "FedAvgCallback",
     "FederatedFSDPPlugin",
     "FederatedParallelismConfig",
@@ -53,6 +58,7 @@ __all__ = [
     "RoundMetrics",
     "Rounds",
     "UpstreamChangedError",
+    "export_checkpoint",
     "shutdown",
 ]
 

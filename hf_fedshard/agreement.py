@@ -111,6 +111,11 @@ def _check_trainer(trainer: Trainer, callback_type: type) -> None:
             "enable_jit_checkpoint=True saves from a timer of each rank, inside a round and not on all ranks at once. "
             "Set it to False and save with save_steps."
         )
+    if args.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True writes every checkpoint once on each node, but all ranks write one together. Set it "
+            "to False, with output_dir on a file system that all nodes share."
+        )
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             "The model was sharded when it was loaded (distributed_config), so FSDP2 does not shard it inside "

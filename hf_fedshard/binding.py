@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import unwrap_peft_model
 
+from .checkpoint import Place
 from .config import FederationConfig
 from .data import (
     draw_in_one_order,
@@ -27,6 +28,7 @@ from .group_ops import ACCELERATOR_SEAMS, GroupOps, keep_in_group
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
+from .trainer_checkpoint import TrainerCheckpoints
 
 
 Method = Callable[..., Any]
@@ -106,6 +108,9 @@ class TrainerBinding:
         self.parallelism = parallelism
         self.config = config
         self.session: TrainingSession | None = None
+        self.checkpoints = TrainerCheckpoints(
+            trainer, Place(parallelism.federation_layout, parallelism.mesh.group_index, parallelism.mesh.group), config
+        )
         self._patches = Patches()
         self._accelerator_patches: Patches | None = None
         self._bound_accelerator: Accelerator | None = None
@@ -122,6 +127,8 @@ class TrainerBinding:
             after_train (`Callable`):
                 Called when `Trainer.train` is left, also by an exception.
         """
+        # First, so that what follows wraps it: a border is made, then the checkpoint is saved.
+        self.checkpoints.install()
         replace, trainer = self._patches.replace, self.trainer
         replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
         replace(trainer, "get_train_dataloader", self._get_train_dataloader)
@@ -133,15 +140,16 @@ class TrainerBinding:
         replace(trainer, "log", self._log)
         replace(trainer, "save_model", self._save_model)
         replace(trainer.callback_handler, "call_event", self._call_event)
-        replace(trainer, "_save_checkpoint", self._save_checkpoint)
         for name in ("evaluate", "predict"):
             replace(trainer, name, self._at_border)
+        replace(trainer, "_save_checkpoint", self._save_checkpoint)
         self._bind_accelerator()
 
     def remove(self) -> None:
         """Puts every method back."""
         self._release_accelerator()
         self._patches.undo()
+        self.checkpoints.remove()
 
     def _bind_accelerator(self) -> None:
         """Follows the Trainer to a new accelerator: hyper-parameter search makes one for each trial."""
@@ -162,12 +170,6 @@ class TrainerBinding:
 
     def _train(self, original: Method, before: Callable[[], None], after: Callable[[], None]) -> Method:
         def train(*args: Any, **kwargs: Any) -> Any:
-            if args[0] if args else kwargs.get("resume_from_checkpoint"):
-                raise NotImplementedError(
-                    "Resuming a federated run is not supported yet: the checkpoint keeps one optimizer state for all "
-                    "groups, so the groups would go on from mixed state. Start from its weights instead, with "
-                    "from_pretrained(checkpoint), or train without FedAvgCallback."
-                )
             before()
             try:
                 return original(*args, **kwargs)
@@ -182,6 +184,7 @@ class TrainerBinding:
         self._end_session()
         self._bind_accelerator()
         self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config)
+        self.session.rounds.restore(self.checkpoints.round)
 
     def _end_session(self) -> None:
         if self.session is not None:
@@ -288,6 +291,8 @@ class TrainerBinding:
             self._saving_checkpoint = True
             try:
                 with self._border():
+                    if self.session is not None:
+                        self.checkpoints.round = self.session.rounds.round
                     return original(*args, **kwargs)
             finally:
                 self._saving_checkpoint = False

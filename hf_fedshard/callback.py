@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from . import cpu, environment
 from .agreement import agree_on_launch
 from .binding import TrainerBinding, check_seams, trainer_under_construction
+from .checkpoint import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .metrics import RoundMetrics
 from .parallelism import FederatedParallelismConfig
+from .trainer_checkpoint import TrainerCheckpoints
 
 
 logger = logging.get_logger(__name__)
@@ -33,7 +36,8 @@ class FedAvgCallback(TrainerCallback):
     Args:
         num_groups (`int`, *optional*):
             G, the number of federation groups. Defaults to the replicas of the launch config's `parallelism_config`,
-            without one to the nodes. With `1` the callback leaves plain FSDP or HSDP as it is.
+            without one to the nodes. With `1` plain FSDP or HSDP trains as it is,
+            and only the checkpoints are this package's.
         sync_every (`int`, *optional*, defaults to `8`):
             H, optimizer steps (`global_step`) between two averagings.
         bucket_size_bytes (`int`, *optional*):
@@ -42,6 +46,9 @@ class FedAvgCallback(TrainerCallback):
             Metrics of a round are logged every so many rounds, `0` for never.
         timeout_seconds (`float`, *optional*):
             How long collectives wait for their peers. Defaults to `TrainingArguments.ddp_timeout`.
+        optimizer_on_reshape (`str`, *optional*, defaults to `"nearest"`):
+            Where the optimizer moments come from when a run resumes with another number of groups, `"nearest"` or
+            `"average"`.
 
     Raises:
         ValueError: If a setting is out of its range or the launch cannot be federated.
@@ -63,6 +70,7 @@ class FedAvgCallback(TrainerCallback):
         bucket_size_bytes: int | None = None,
         log_every_rounds: int | None = None,
         timeout_seconds: float | None = None,
+        optimizer_on_reshape: str | None = None,
     ) -> None:
         self.config = FederationConfig.from_arguments(
             num_groups=num_groups,
@@ -70,6 +78,7 @@ class FedAvgCallback(TrainerCallback):
             bucket_size_bytes=bucket_size_bytes,
             log_every_rounds=log_every_rounds,
             timeout_seconds=timeout_seconds,
+            optimizer_on_reshape=optimizer_on_reshape,
         )
         if environment.launch_asks_for_fsdp() and environment.launched_fsdp_version() == 1:
             # Here, since on CPU Accelerate would stop at FSDP1 with a message about missing devices.
@@ -80,6 +89,7 @@ class FedAvgCallback(TrainerCallback):
         self._binding: TrainerBinding | None = None
         self._parallelism: FederatedParallelismConfig | None = None
         self._stock: dict[str, Any] = {}
+        self._checkpoints: TrainerCheckpoints | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -123,6 +133,10 @@ class FedAvgCallback(TrainerCallback):
         if layout.num_groups == 1:
             if state.is_main_process:
                 logger.warning("num_groups=1: training with plain FSDP or HSDP, there is nothing to average.")
+            # In the same format, so that a run can go from groups to none and back.
+            world: Any = dist.group.WORLD
+            self._checkpoints = TrainerCheckpoints(trainer, Place(layout, 0, world), self.config)
+            self._checkpoints.install()
             return
         check_seams()
         stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
@@ -166,5 +180,7 @@ class FedAvgCallback(TrainerCallback):
                 )
             self._take_back()
             self._binding.remove()
-        self._bound_to = self._binding = self._parallelism = None
+        if self._checkpoints is not None:
+            self._checkpoints.remove()
+        self._bound_to = self._binding = self._parallelism = self._checkpoints = None
         self._stock = {}

@@ -11,6 +11,9 @@ from typing import Any
 from . import environment
 
 
+RESHAPE_RULES = ("nearest", "average")
+
+
 @dataclass(frozen=True)
 class FederationConfig:
     """
@@ -30,6 +33,9 @@ class FederationConfig:
         timeout_seconds (`float`, *optional*):
             How long a collective may wait for its peers before the run fails. Defaults to the process group's own
             timeout; under Trainer to `TrainingArguments.ddp_timeout`.
+        optimizer_on_reshape (`str`, defaults to `"nearest"`):
+            Where the groups' optimizer moments come from when a run resumes from a checkpoint with another number of
+            groups: `"nearest"`, the group at the same place in the row of groups, or `"average"`, the mean of all.
 
     Raises:
         ValueError: If a value is out of its range; the message names the field, the value and what is allowed.
@@ -40,6 +46,7 @@ class FederationConfig:
     bucket_size_bytes: int = 32 * 2**20
     log_every_rounds: int = 1
     timeout_seconds: float | None = None
+    optimizer_on_reshape: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.num_groups is not None:
@@ -51,6 +58,11 @@ class FederationConfig:
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (number and 0 < seconds < math.inf):
             raise ValueError(f"timeout_seconds must be a positive number, but got {seconds!r}.")
+        if self.optimizer_on_reshape not in RESHAPE_RULES:
+            raise ValueError(
+                f"optimizer_on_reshape must be one of {', '.join(RESHAPE_RULES)}, but got "
+                f"{self.optimizer_on_reshape!r}."
+            )
 
     @classmethod
     def from_arguments(cls, **explicit: Any) -> FederationConfig:
@@ -67,6 +79,9 @@ class FederationConfig:
         fields = {item.name: item for item in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for name, text in environment.read_settings(fields).items():
+            if name == "optimizer_on_reshape":
+                values[name] = text
+                continue
             kind = float if name == "timeout_seconds" else int
             try:
                 values[name] = kind(text)

@@ -12,6 +12,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from . import environment
+from .accelerate_checkpoint import AcceleratorCheckpoints, check_border
+from .checkpoint import Place
 from .config import FederationConfig
 from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_batches, shared_seed
 from .group_ops import GroupOps, keep_in_group
@@ -41,6 +43,9 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             Size of an exchange buffer.
         timeout_seconds (`float`, *optional*):
             How long collectives wait for their peers.
+        optimizer_on_reshape (`str`, *optional*, defaults to `"nearest"`):
+            Where the optimizer moments come from when `load_state` reads a checkpoint with another number of groups,
+            `"nearest"` or `"average"`.
 
     Example:
 
@@ -63,6 +68,9 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     sync_every: int | None = field(default=None, metadata={"help": "Optimizer steps between two averagings."})
     bucket_size_bytes: int | None = field(default=None, metadata={"help": "Size of an exchange buffer in bytes."})
     timeout_seconds: float | None = field(default=None, metadata={"help": "How long collectives wait for peers."})
+    optimizer_on_reshape: str | None = field(
+        default=None, metadata={"help": "Optimizer moments with another number of groups: nearest or average."}
+    )
 
     def __post_init__(self) -> None:
         stated = vars(self)
@@ -77,6 +85,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             sync_every=self.sync_every,
             bucket_size_bytes=self.bucket_size_bytes,
             timeout_seconds=self.timeout_seconds,
+            optimizer_on_reshape=self.optimizer_on_reshape,
         )
         self._parallelism_config: FederatedParallelismConfig | None = None
         super().__post_init__()
@@ -128,6 +137,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         rounds = Rounds(
             model, mesh, self.federation_config, [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
         )
+        place = Place(mesh.layout, mesh.group_index, mesh.group)
+        AcceleratorCheckpoints(accelerator, rounds, place, self.federation_config.optimizer_on_reshape)
         if mesh.layout.num_groups > 1:
             ops = GroupOps(mesh.group, mesh.layout.num_groups)
             # At a border an evaluation is for the world; the step that comes next is the group's.
@@ -153,35 +164,14 @@ def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> Patches
     and loading run when the weights are written or overwritten already, so its methods are replaced on this instance.
     """
 
-    def guarded(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if not rounds.at_border:
-                    raise RuntimeError(
-                        f"accelerator.{name} was called {rounds.steps} steps into a round, where every group holds another "
-                        "model. Call it where `fedavg.at_border` is true, or after `fedavg.finish()`; `fedavg.close()` on "
-                        "every rank makes a border at once."
-                    )
-                return original(*args, **kwargs)
+    def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_state_dict(*args: Any, **kwargs: Any) -> Any:
+            check_border(rounds, "accelerator.get_state_dict")
+            return original(*args, **kwargs)
 
-            return call
-
-        return make
-
-    def refused(_: Callable[..., Any]) -> Callable[..., Any]:
-        def load_state(*args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(
-                "Resuming a federated run is not supported yet: Accelerate's checkpoint keeps one optimizer state for all "
-                "groups, so the groups would go on from mixed state. Load the weights alone, before `prepare`."
-            )
-
-        return load_state
+        return get_state_dict
 
     check_seam(Accelerator, "get_state_dict", ("model", "unwrap"))
-    check_seam(Accelerator, "save_state", ("output_dir",))
-    check_seam(Accelerator, "load_state", ("input_dir",))
     patches = Patches()
-    patches.replace(accelerator, "get_state_dict", guarded("get_state_dict"))
-    patches.replace(accelerator, "save_state", guarded("save_state"))
-    patches.replace(accelerator, "load_state", refused)
+    patches.replace(accelerator, "get_state_dict", guarded)
     return patches

@@ -72,6 +72,7 @@ class Rounds:
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
+        self.model = model
         self.mesh = mesh
         self.config = config
         self.optimizers = list(optimizers)
@@ -170,6 +171,17 @@ class Rounds:
                 Takes back what an adapter has set up for the time of the federation.
         """
         self._when_finished.append(undo)
+
+    def restore(self, round: int) -> None:
+        """
+        Told that the model was replaced by a checkpoint's, the same in all groups: a round begins with the next step.
+
+        Args:
+            round (`int`):
+                Rounds behind the model.
+        """
+        self._next_round()
+        self.round = round
 
     @property
     def at_border(self) -> bool:

@@ -54,7 +54,8 @@ class TrainingSession:
         self.rounds = Rounds(model, mesh, config, [optimizer])
         # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
         self._at_border = False
-        self._epoch = 0
+        # Whole epochs behind a resumed run; a fraction is exact only to rounding.
+        self._epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
         self._tokens = 0.0
         inner = mesh.layout.inner

@@ -1,0 +1,355 @@
+"""What a federated checkpoint holds: the averaged weights once, each group's optimizer, schedule and scaler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .config import FederationLayout
+from .manifest import FEDERATION_FOLDER, CheckpointError, read_json, write_json
+from .optimizer_state import parameter_names, plain_name, put_optimizer_state, take_optimizer_state
+from .shards import persistent_buffers, reshard
+from .state_values import decode, encode
+from .tensor_store import load_tensors, save_tensors, stored_tensors
+from .versions import versions
+
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+DESCRIPTION_NAME = f"{FEDERATION_FOLDER}/federation.json"
+MODEL_FOLDER = f"{FEDERATION_FOLDER}/model"
+
+
+@dataclass(frozen=True)
+class Place:
+    """
+    Where this rank stands in the federation that saves or resumes.
+
+    Args:
+        layout ([`FederationLayout`]):
+            Its sizes.
+        group_index (`int`):
+            g, this rank's group.
+        group (`ProcessGroup`):
+            The ranks of the group.
+    """
+
+    layout: FederationLayout
+    group_index: int
+    group: dist.ProcessGroup
+
+
+@dataclass
+class GroupState:
+    """
+    What belongs to one group alone.
+
+    Args:
+        optimizers (`Sequence[torch.optim.Optimizer]`):
+            The inner optimizers.
+        others (`Mapping[str, Any]`):
+            Objects with `state_dict` and `load_state_dict`, by name: schedules, the gradient scaler.
+    """
+
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+
+def together(what: str, error: BaseException | None) -> None:
+    """
+    Makes an error of one rank an error of all. Collective over the world; every rank calls it, whether it failed or not,
+    so none is left waiting for one that has gone.
+
+    Args:
+        what (`str`):
+            What was being done, for the message.
+        error (`BaseException`, *optional*):
+            What went wrong on this rank.
+
+    Raises:
+        CheckpointError: On every rank, if anything went wrong on any.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
+    failed: dict[str, list[int]] = {}
+    for rank, message in enumerate(everyone):
+        if message is not None:
+            failed.setdefault(message.removeprefix("CheckpointError: "), []).append(rank)
+    if failed:
+        reasons = [
+            message if len(ranks) == len(everyone) else f"On rank {', '.join(map(str, ranks))}: {message}"
+            for message, ranks in failed.items()
+        ]
+        raise CheckpointError(f"{what} failed. " + "\n".join(reasons)) from error
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """
+    The tensors that are a model's state in a checkpoint, aliasing it: parameters and persistent buffers. Of a PEFT
+    model the adapters and whatever else trains; its base model is where the run got it from.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model; it is resharded.
+    """
+    reshard(model)
+    adapters = set(getattr(model, "peft_config", None) or ())
+    tensors = {}
+    for name, param in model.named_parameters():
+        if not adapters or param.requires_grad or adapters & set(name.split(".")):
+            tensors[plain_name(name)] = param.detach()
+    if not adapters:
+        tensors |= {plain_name(name): buffer for name, buffer in persistent_buffers(model).items()}
+    return tensors
+
+
+def save_federation(
+    folder: Path,
+    model: nn.Module,
+    state: GroupState,
+    place: Place,
+    description: Mapping[str, Any],
+) -> dict[str, int]:
+    """
+    Writes a model and the groups' states at a border. Collective over the world.
+
+    Order on every rank: what all ranks hold together, over the world; each group's optimizer tensors, inside the group;
+    one agreement over the world. A rank that fails in one of them takes part in the next, so nobody waits for it.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+        model (`nn.Module`):
+            The prepared model; all groups hold the same bits.
+        state ([`GroupState`]):
+            This group's.
+        place ([`Place`]):
+            This rank's.
+        description (`Mapping[str, Any]`):
+            More about the run: `round`, `global_step`, `sync_every`.
+
+    Returns:
+        `dict[str, int]`: crc32 of the files that this rank has written, by path in `folder`.
+
+    Raises:
+        CheckpointError: On every rank, if any rank cannot write.
+    """
+    written: dict[str, int] = {}
+    error: BaseException | None = None
+    try:
+        taken = _take(model, state)
+    except ValueError as problem:
+        error = problem
+    # Before the first collective: a state that cannot be stored is found on some ranks only, after skipped steps say.
+    together("Saving a checkpoint", error)
+    tensors, values = taken
+    try:
+        checksums = save_tensors(model_tensors(model), folder / MODEL_FOLDER, None)
+        written |= {f"{MODEL_FOLDER}/{name}": crc32 for name, crc32 in checksums.items()}
+    except CheckpointError as problem:
+        error = problem
+    # The failure of a collective store is every rank's, so all take the same way here.
+    if error is None:
+        own = group_folder(place.group_index)
+        try:
+            checksums = save_tensors(tensors, folder / own, place.group)
+            written |= {f"{own}/{name}": crc32 for name, crc32 in checksums.items()}
+            if place.group.rank() == 0:
+                write_json(folder / own / "state.json", values)
+            if dist.get_rank() == 0:
+                write_json(folder / DESCRIPTION_NAME, {**_describe(model, place), **description})
+        except (CheckpointError, OSError, ValueError) as problem:
+            error = problem
+    together("Saving a checkpoint", error)
+    return written
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """
+    What a checkpoint says about the federation that wrote it.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+
+    Raises:
+        CheckpointError: If it holds none, or one of a later version of this package.
+    """
+    description: dict[str, Any] = read_json(folder / DESCRIPTION_NAME)
+    if description.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} has the format {description.get('format')}, and this version of hf_fedshard reads {FORMAT}. "
+            "Install the version that wrote it."
+        )
+    return description
+
+
+def load_model(folder: Path, model: nn.Module) -> None:
+    """
+    Reads a checkpoint's weights and buffers into a model of any shape of mesh. Without communication.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+        model (`nn.Module`):
+            The prepared model.
+
+    Raises:
+        CheckpointError: If the checkpoint is of another model; the message names what differs.
+    """
+    tensors = model_tensors(model)
+    stored = stored_tensors(folder / MODEL_FOLDER)
+    missing, foreign = sorted(set(tensors) - set(stored)), sorted(set(stored) - set(tensors))
+    if missing or foreign:
+        parts = [f"{len(missing)} tensors of the model are not in it, first {missing[0]}"] if missing else []
+        parts += [f"{len(foreign)} of its tensors are not in the model, first {foreign[0]}"] if foreign else []
+        raise CheckpointError(f"The checkpoint {folder} is of another model: {' and '.join(parts)}.")
+    load_tensors(tensors, folder / MODEL_FOLDER)
+
+
+def load_group_state(folder: Path, model: nn.Module, state: GroupState, place: Place, rule: str) -> None:
+    """
+    Reads this group's optimizers, schedules and scaler. Without communication.
+
+    With as many groups as the checkpoint has, each takes its own state, whatever its shards. With another number they
+    follow a rule: `"nearest"`, the group at the same place in the row of groups; `"average"`, the mean of all groups'
+    moments, with the counters, schedule and scaler of the nearest.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+        model (`nn.Module`):
+            The prepared model.
+        state ([`GroupState`]):
+            What to read into.
+        place ([`Place`]):
+            This rank's.
+        rule (`str`):
+            `"nearest"` or `"average"`.
+
+    Raises:
+        CheckpointError: If something cannot be carried over; the message names it.
+    """
+    stored_groups = int(read_description(folder)["num_groups"])
+    nearest = nearest_group(place.group_index, place.layout.num_groups, stored_groups)
+    reshaped = stored_groups != place.layout.num_groups
+    sources = range(stored_groups) if reshaped and rule == "average" else [nearest]
+    values = read_json(folder / group_folder(nearest) / "state.json")
+    _check_others(state, values)
+    names = parameter_names(model)
+    if len(values["optimizers"]) != len(state.optimizers):
+        raise CheckpointError(
+            f"The checkpoint holds {len(values['optimizers'])} optimizers, this run has {len(state.optimizers)}."
+        )
+    for index, optimizer in enumerate(state.optimizers):
+        folders = [folder / group_folder(source) for source in sources]
+        put_optimizer_state(optimizer, names, values["optimizers"][index], folders, prefix=f"{index}/")
+    for name, value in values["others"].items():
+        state.others[name].load_state_dict(decode(value))
+
+
+def describe_reshape(folder: Path, place: Place, rule: str) -> str | None:
+    """
+    Says in a sentence how a checkpoint of another shape is taken over, for the log.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+        place ([`Place`]):
+            This rank's.
+        rule (`str`):
+            `"nearest"` or `"average"`.
+
+    Returns:
+        `str` or `None`: The sentence; `None` if the shape is the same.
+    """
+    saved = read_description(folder)
+    then = FederationLayout(saved["num_groups"], saved["replicate_size"], saved["inner"])
+    now = place.layout
+    if then == now:
+        return None
+    text = f"The checkpoint was saved by another shape ({then}; now {now}). The weights are taken over exactly. "
+    if then.num_groups == now.num_groups:
+        text += "Each group's optimizer state is too. "
+    elif rule == "average":
+        text += "optimizer_on_reshape=average: every group starts with the mean of all groups' optimizer moments. "
+    else:
+        pairs = (
+            f"{g} from {nearest_group(g, now.num_groups, then.num_groups)}" for g in range(min(now.num_groups, 8))
+        )
+        text += f"optimizer_on_reshape=nearest: optimizer state of group {', '.join(pairs)}. "
+    if then.world_size != now.world_size:
+        text += (
+            f"{then.world_size} ranks drew the data, now {now.world_size} do: the same number of steps is skipped, and "
+            "random states are those of the ranks with the same number, fresh ones beyond."
+        )
+    return text
+
+
+def nearest_group(index: int, num_groups: int, stored_groups: int) -> int:
+    """
+    The stored group at the same place in the row of groups.
+
+    Args:
+        index (`int`):
+            A group of this run.
+        num_groups (`int`):
+            The groups of this run.
+        stored_groups (`int`):
+            Those of the checkpoint.
+    """
+    return min(stored_groups - 1, (2 * index + 1) * stored_groups // (2 * num_groups))
+
+
+def group_folder(index: int) -> str:
+    """
+    Where a group's state lies in a checkpoint.
+
+    Args:
+        index (`int`):
+            The group.
+    """
+    return f"{FEDERATION_FOLDER}/group_{index:05d}"
+
+
+def _take(model: nn.Module, state: GroupState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    reshard(model)
+    names = parameter_names(model)
+    tensors: dict[str, torch.Tensor] = {}
+    descriptions = []
+    for index, optimizer in enumerate(state.optimizers):
+        taken = take_optimizer_state(optimizer, names)
+        tensors |= {f"{index}/{name}": tensor for name, tensor in taken.tensors.items()}
+        descriptions.append(taken.description)
+    others = {
+        name: encode(item.state_dict(), f"{name} ({type(item).__name__})") for name, item in state.others.items()
+    }
+    return tensors, {"optimizers": descriptions, "others": others}
+
+
+def _describe(model: nn.Module, place: Place) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "num_groups": place.layout.num_groups,
+        "replicate_size": place.layout.replicate_size,
+        "inner": place.layout.inner,
+        "world_size": place.layout.world_size,
+        "adapters": sorted(getattr(model, "peft_config", None) or ()),
+        "versions": versions(),
+    }
+
+
+def _check_others(state: GroupState, values: Mapping[str, Any]) -> None:
+    missing, foreign = set(state.others) - set(values["others"]), set(values["others"]) - set(state.others)
+    if missing or foreign:
+        parts = [f"this run has {', '.join(sorted(missing))}, the checkpoint has not"] if missing else []
+        parts += [f"the checkpoint has {', '.join(sorted(foreign))}, this run has not"] if foreign else []
+        raise CheckpointError(f"The state cannot be carried over: {'; '.join(parts)}.")

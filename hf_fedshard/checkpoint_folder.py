@@ -1,0 +1,268 @@
+"""Where checkpoints lie: written aside, renamed when complete, old ones deleted only then, the newest whole one found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .checkpoint import DESCRIPTION_NAME, together
+from .manifest import MANIFEST_NAME, CheckpointError, find_damage, has_manifest, write_manifest
+
+
+logger = logging.getLogger(__name__)
+
+_SAVING = ".saving-"
+_REMOVING = ".removing-"
+_NAME = re.compile(r"^checkpoint[-_](\d+)$")  # Trainer's, and Accelerate's automatic ones
+
+
+class Staging:
+    """
+    The folder aside in which a checkpoint is written, on a file system that all ranks share.
+
+    A kill at any moment leaves either the old checkpoints and rubbish under another name, or the new one as well:
+    the manifest is written last, then the folder gets its name in one step.
+
+    Args:
+        final (`Path`):
+            The folder that the checkpoint becomes, `.../checkpoint-8`.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self.final = final
+        self.parent = final.parent / f"{_SAVING}{final.name}"
+        self.folder = self.parent / final.name
+
+    def begin(self) -> None:
+        """
+        Makes the folder, on rank 0, and checks that all ranks see it. Collective over the world.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be made or some rank does not see it.
+        """
+        error: Exception | None = None
+        token: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                shutil.rmtree(self.parent, ignore_errors=True)
+                self.folder.mkdir(parents=True)
+                token = [uuid.uuid4().hex]
+                (self.parent / f"token-{token[0]}").touch()
+            except OSError as problem:
+                error = problem
+        together("Saving a checkpoint", error)
+        dist.broadcast_object_list(token, src=0)
+        if not (self.parent / f"token-{token[0]}").exists():
+            error = CheckpointError(
+                f"{self.parent}, made by rank 0, is not there. All ranks write one checkpoint together: put output_dir "
+                "on a file system that all nodes share."
+            )
+        together("Saving a checkpoint", error)
+
+    def commit(self, written: Mapping[str, int]) -> None:
+        """
+        Completes the checkpoint: manifest, then its name. Collective over the world.
+
+        Args:
+            written (`Mapping[str, int]`):
+                crc32 of the files that this rank has written, by path in the checkpoint.
+
+        Raises:
+            CheckpointError: On every rank, if rank 0 cannot.
+        """
+        everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, dict(written))
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                write_manifest(self.folder, {name: crc32 for part in everyone for name, crc32 in part.items()})
+                put_in_place(self.folder, self.final)
+                shutil.rmtree(self.parent, ignore_errors=True)
+            except (OSError, CheckpointError) as problem:
+                error = problem
+        together("Saving a checkpoint", error)
+
+
+def put_in_place(folder: Path, final: Path) -> None:
+    """
+    Gives a complete checkpoint its name; one of this name from an earlier run is removed after that.
+
+    Args:
+        folder (`Path`):
+            The checkpoint, aside.
+        final (`Path`):
+            Its name.
+    """
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            _sync_folder(path)
+    old = final.parent / f"{_REMOVING}{final.name}"
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(final, old)
+    os.rename(folder, final)
+    _sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """
+    Deletes a checkpoint so that a kill in between leaves no half of one under its name.
+
+    Args:
+        folder (`Path`):
+            The checkpoint.
+    """
+    aside = folder.parent / f"{_REMOVING}{folder.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def clean_up(run_dir: Path) -> None:
+    """
+    Ends what a killed run had begun: a checkpoint that was complete gets its name, unfinished ones are removed.
+
+    Args:
+        run_dir (`Path`):
+            The folder of the checkpoints. Called on one rank, before training.
+    """
+    for parent in sorted(run_dir.glob(f"{_SAVING}*")):
+        name = parent.name.removeprefix(_SAVING)
+        if (parent / name / MANIFEST_NAME).exists() and not find_damage(parent / name):
+            logger.warning("The last run was ended while it saved %s; it was complete and is kept.", run_dir / name)
+            put_in_place(parent / name, run_dir / name)
+        else:
+            logger.warning("The last run was ended while it saved %s; what it had written is removed.", run_dir / name)
+        shutil.rmtree(parent, ignore_errors=True)
+    for parent in run_dir.glob(f"{_REMOVING}*"):
+        shutil.rmtree(parent, ignore_errors=True)
+
+
+def rotate(run_dir: Path, limit: int | None, keep: list[Path]) -> None:
+    """
+    Deletes the oldest checkpoints. Only whole ones count and are deleted: a damaged one neither makes a whole one go
+    nor is taken for it.
+
+    Args:
+        run_dir (`Path`):
+            The folder of the checkpoints. Called on one rank.
+        limit (`int`, *optional*):
+            How many to leave; `None` or 0 for all. The newest is always left.
+        keep (`list[Path]`):
+            Those to be left in any case: the one just saved, the best.
+    """
+    if not limit or limit <= 0:
+        return
+    spared = {path.resolve() for path in keep}
+    whole = [path for path in list_checkpoints(run_dir) if not has_manifest(path) or not find_damage(path, 0, 0)]
+    # By the time of completion: an earlier run may have left higher numbers.
+    whole.sort(key=lambda path: (_completed_at(path), _number(path)))
+    # As Trainer does: the best one counts, and with a limit of 1 it is left beside the newest.
+    removable = [path for path in whole if path.resolve() not in spared]
+    num_kept = max(limit, len(whole) - len(removable))
+    for path in removable[: max(0, len(whole) - num_kept)]:
+        logger.info("Deleting older checkpoint [%s] due to save_total_limit=%d", path, limit)
+        remove(path)
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """
+    The folders `checkpoint-<step>` (under Accelerate `checkpoint_<number>`), highest first.
+
+    Args:
+        run_dir (`Path`):
+            Where to look.
+    """
+    if not run_dir.is_dir():
+        return []
+    found = [path for path in run_dir.iterdir() if _NAME.match(path.name) and path.is_dir()]
+    return sorted(found, key=_number, reverse=True)
+
+
+def check_whole(folder: Path, how: str = "resume_from_checkpoint={!r}") -> None:
+    """
+    Makes sure that a checkpoint is complete and can be resumed from. Collective over the world; the ranks share the
+    reading of its files.
+
+    Args:
+        folder (`Path`):
+            The checkpoint, the same on all ranks.
+        how (`str`, *optional*):
+            How to write that another one is to be used, for the message.
+
+    Raises:
+        CheckpointError: On every rank, if not: it names the files, and a checkpoint that can be used instead.
+    """
+    problem = _problem(folder)
+    if problem is None:
+        return
+    # All ranks have the same list from rank 0, and the same answer for each folder in it, so they stay together.
+    others: list[list[Path]] = [[path for path in list_checkpoints(folder.parent) if path.name != folder.name]]
+    dist.broadcast_object_list(others, src=0)
+    whole = next((path for path in others[0] if _problem(path) is None), None)
+    advice = (
+        f"Whole, and the newest to be used instead: {how.format(str(whole))}."
+        if whole is not None
+        else f"{folder.parent} holds no other checkpoint that can be resumed from."
+    )
+    raise CheckpointError(f"Cannot resume from {folder}: {problem} {advice}")
+
+
+def _problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, the same text on all ranks. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    kinds: list[str | None] = [_unfit(folder)]
+    dist.broadcast_object_list(kinds, src=0)
+    if kinds[0] is not None:
+        return kinds[0]
+    found: list[list[str]] = [[] for _ in range(world)]
+    dist.all_gather_object(found, find_damage(folder, rank, world))
+    damage = sorted({line for lines in found for line in lines})
+    if not damage:
+        return None
+    return f"it is damaged: {'; '.join(damage[:5])}{f' and {len(damage) - 5} more' if len(damage) > 5 else ''}."
+
+
+def _unfit(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return "there is no such folder."
+    if not has_manifest(folder):
+        return (
+            "it was not saved by hf_fedshard. A stock checkpoint of a federated run holds one optimizer state, mixed or "
+            "of group 0, for all groups, so its optimizer is refused. Its weights can be used: load them with "
+            "from_pretrained, after `accelerate merge-weights` where they are sharded."
+        )
+    if (
+        (folder / MANIFEST_NAME).exists()
+        and not (folder / DESCRIPTION_NAME).exists()
+        and not find_damage(folder, 0, 0)
+    ):
+        return "it was saved with save_only_model=True and holds no optimizer state. Load its weights with from_pretrained."
+    return None
+
+
+def _number(path: Path) -> int:
+    match = _NAME.match(path.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def _completed_at(path: Path) -> float:
+    manifest = path / MANIFEST_NAME
+    return (manifest if manifest.exists() else path).stat().st_mtime
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
