@@ -79,8 +79,14 @@ class Patches:
                 Called with the method as it is now, returns what takes its place.
         """
         own, original = vars(instance).get(name), getattr(instance, name)
+        replacement = make(original)
+
         # Upstream looks at signatures, for `use_gather_object` for example.
-        setattr(instance, name, functools.wraps(original)(make(original)))
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **kwargs)
+
+        setattr(instance, name, call)
         self._undo.append(lambda: setattr(instance, name, own) if own is not None else delattr(instance, name))
 
     def undo(self) -> None:
