@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from .checkpoint import (
     GroupState,
     Place,
-    describe_reshape,
     load_group_state,
     load_model,
     read_description,
@@ -25,6 +24,7 @@ from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints,
 from .manifest import CheckpointError, has_manifest
 from .model_files import gather_adapters, write_model_files
 from .rank_state import load_rank_state, save_rank_state
+from .reshape import describe_reshape
 from .rounds import Rounds
 from .seams import Patches, check_seam
 
@@ -196,7 +196,7 @@ class AcceleratorCheckpoints:
                 dataloader.load_state_dict(position)
         accelerator.step = saved["step"] if state is None else state["step"]
         self.rounds.restore(saved["round"])
-        sentence = describe_reshape(folder, self.place, self.rule)
+        sentence = describe_reshape(saved, self.place.layout, self.rule)
         if sentence and accelerator.is_main_process:
             logger.warning(sentence)
 

@@ -15,6 +15,7 @@ from torch import nn
 from .config import FederationLayout
 from .manifest import FEDERATION_FOLDER, CheckpointError, read_json, write_json
 from .optimizer_state import parameter_names, plain_name, put_optimizer_state, take_optimizer_state
+from .reshape import nearest_group
 from .shards import persistent_buffers, reshard
 from .state_values import decode, encode
 from .tensor_store import load_tensors, save_tensors, stored_tensors
@@ -254,59 +255,6 @@ def load_group_state(folder: Path, model: nn.Module, state: GroupState, place: P
         put_optimizer_state(optimizer, names, values["optimizers"][index], folders, prefix=f"{index}/")
     for name, value in values["others"].items():
         state.others[name].load_state_dict(decode(value))
-
-
-def describe_reshape(folder: Path, place: Place, rule: str) -> str | None:
-    """
-    Says in a sentence how a checkpoint of another shape is taken over, for the log.
-
-    Args:
-        folder (`Path`):
-            The checkpoint.
-        place ([`Place`]):
-            This rank's.
-        rule (`str`):
-            `"nearest"` or `"average"`.
-
-    Returns:
-        `str` or `None`: The sentence; `None` if the shape is the same.
-    """
-    saved = read_description(folder)
-    then = FederationLayout(saved["num_groups"], saved["replicate_size"], saved["inner"])
-    now = place.layout
-    if then == now:
-        return None
-    text = f"The checkpoint was saved by another shape ({then}; now {now}). The weights are taken over exactly. "
-    if then.num_groups == now.num_groups:
-        text += "Each group's optimizer state is too. "
-    elif rule == "average":
-        text += "optimizer_on_reshape=average: every group starts with the mean of all groups' optimizer moments. "
-    else:
-        pairs = (
-            f"{g} from {nearest_group(g, now.num_groups, then.num_groups)}" for g in range(min(now.num_groups, 8))
-        )
-        text += f"optimizer_on_reshape=nearest: optimizer state of group {', '.join(pairs)}. "
-    if then.world_size != now.world_size:
-        text += (
-            f"{then.world_size} ranks drew the data, now {now.world_size} do: the same number of steps is skipped, and "
-            "random states are those of the ranks with the same number, fresh ones beyond."
-        )
-    return text
-
-
-def nearest_group(index: int, num_groups: int, stored_groups: int) -> int:
-    """
-    The stored group at the same place in the row of groups.
-
-    Args:
-        index (`int`):
-            A group of this run.
-        num_groups (`int`):
-            The groups of this run.
-        stored_groups (`int`):
-            Those of the checkpoint.
-    """
-    return min(stored_groups - 1, (2 * index + 1) * stored_groups // (2 * num_groups))
 
 
 def group_folder(index: int) -> str:

@@ -24,7 +24,6 @@ from .checkpoint import (
     DESCRIPTION_NAME,
     GroupState,
     Place,
-    describe_reshape,
     load_group_state,
     load_model,
     read_description,
@@ -35,6 +34,7 @@ from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints,
 from .config import FederationConfig
 from .manifest import CheckpointError
 from .model_files import gather_adapters
+from .reshape import describe_reshape
 from .seams import Patches, check_attribute, check_seam
 
 
@@ -264,7 +264,7 @@ class TrainerCheckpoints:
         try:
             load_group_state(folder, self.trainer.model, self._group_state(), self.place, rule)
             self.round = int(read_description(folder)["round"])
-            sentence = describe_reshape(folder, self.place, rule)
+            sentence = describe_reshape(read_description(folder), self.place.layout, rule)
             if sentence and dist.get_rank() == 0:
                 logger.warning(sentence)
         except CheckpointError as problem:

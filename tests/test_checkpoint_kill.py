@@ -115,7 +115,7 @@ def dist_rank() -> int:
 
 def check_all_points(pool: WorkerPool, folder: Path, faults: list[Fault], **options: Any) -> None:
     env = fsdp_launch_env(2, 2)
-    settings = {"env": env, "init_group": False, "limit_seconds": 600.0, "max_steps": 2 * len(faults) + 4, **options}
+    settings = {"env": env, "init_group": False, "limit_seconds": 1800.0, "max_steps": 2 * len(faults) + 4, **options}
     (folder / "whole").mkdir()
     expected = pool.run(train, str(folder / "whole"), None, 0, **settings)
     broken = folder / "broken"
@@ -140,7 +140,7 @@ def test_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_twenty_times(tmp_path: Path) -> None:
     with contextlib.closing(WorkerPool(4)) as pool:
         check_all_points(pool, tmp_path, 2 * POINTS, kind="large")
