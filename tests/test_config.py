@@ -22,6 +22,7 @@ OTHERS = {
     "bucket_size_bytes": (4096, "4096"),
     "log_every_rounds": (0, "0"),
     "timeout_seconds": (1.5, "1.5"),
+    "optimizer_on_reshape": ("average", "average"),
 }
 LAUNCH_PREFIXES = (environment.PREFIX, "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -39,6 +40,7 @@ def test_defaults() -> None:
         "bucket_size_bytes": 32 * 2**20,
         "log_every_rounds": 1,
         "timeout_seconds": None,
+        "optimizer_on_reshape": "nearest",
     }
     assert {item.name for item in dataclasses.fields(FederationConfig)} == set(OTHERS)
 

@@ -1,4 +1,4 @@
-"""Evaluation, prediction and saving of a federated Trainer, before, in and after training; refusal to resume."""
+"""Evaluation, prediction and saving of a federated Trainer, before, in and after training."""
 
 from __future__ import annotations
 
@@ -97,22 +97,6 @@ def test_eval_on_start(world4: WorkerPool, tmp_path: Path) -> None:
         assert losses[0] == pytest.approx(reference_loss(tiny_llama()), rel=1e-4)
         assert losses[-1] < losses[0]
         assert one_model
-
-
-def resume(folder: str, how: str) -> None:
-    forget_meshes()
-    if how == "positional":
-        tiny_trainer(folder).train(folder)
-    else:
-        tiny_trainer(folder).train(resume_from_checkpoint=True if how == "last" else f"{folder}/checkpoint-4")
-
-
-@pytest.mark.parametrize("how", ["last", "path", "positional"])
-def test_resuming_is_refused(world4: WorkerPool, tmp_path: Path, how: str) -> None:
-    for error in world4.run_failing(resume, str(tmp_path), how, env=FL_FSDP, limit_seconds=LIMIT):
-        assert error.type_name == "NotImplementedError"
-        assert "Resuming a federated run is not supported yet" in error.message
-        assert "from_pretrained(checkpoint)" in error.message
 
 
 def arguments_with_our_config(folder: str) -> Any:

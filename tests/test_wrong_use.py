@@ -185,15 +185,6 @@ def test_upstream_changed(world4: WorkerPool, tmp_path: Path, owner: str, method
     check(errors, "UpstreamChangedError", f".{owner}.{method} {now}", "tested with torch 2.13, accelerate 1.15")
 
 
-def _resume(folder: str) -> None:
-    _make(folder).train(resume_from_checkpoint=True)
-
-
-def test_resume(world4: WorkerPool, tmp_path: Path) -> None:
-    errors = world4.run_failing(_resume, str(tmp_path), env=HSDP, init_group=False)
-    check(errors, "NotImplementedError", "Resuming a federated run is not supported yet", "from_pretrained")
-
-
 def _second_trainer_in_mid_run(folder: str) -> None:
     from transformers import TrainerCallback
 
