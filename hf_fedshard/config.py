@@ -175,7 +175,7 @@ class FederationConfig:
             raise ValueError(
                 f"num_groups={num_groups} does not divide dp_replicate_size={replicate}: each group holds "
                 f"dp_replicate_size / num_groups whole replicas. Choose one of {_divisors(replicate)}, or change "
-                "dp_replicate_size."
+                "dp_replicate_size (in a launch config: parallelism_config_dp_replicate_size)."
             )
         return FederationLayout(num_groups, replicate // num_groups, inner)
 

@@ -66,6 +66,12 @@ class TrainingSession:
         self._pending_flags: set[str] = set()
         self._pending_logs: dict[str, float] = {}
         self.last_round: RoundMetrics | None = None
+        if config.sync_every > trainer.state.max_steps and trainer.is_world_process_zero():
+            logger.warning(
+                "sync_every=%d is more than the %d steps of this run: the groups are averaged once, at its end.",
+                config.sync_every,
+                trainer.state.max_steps,
+            )
         samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
         logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
 

@@ -11,6 +11,8 @@ from transformers import HfArgumentParser, TrainingArguments
 
 
 DESCRIPTION = "Pre-trains a causal language model, federated (FL+FSDP, FL+HSDP) or synchronous (FSDP, HSDP)."
+USAGE = "accelerate launch --config_file LAUNCH_FILE recipes/pretrain_clm.py [--args_file FILE] [option ...]"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 MODELS_FOLDER = Path(__file__).resolve().parent / "models"
 
 
@@ -74,6 +76,14 @@ class ModelArguments:
             if self.preset not in known:
                 raise ValueError(f"--preset is one of {', '.join(known)}, got {self.preset!r}.")
             self.config_name = str(MODELS_FOLDER / self.preset)
+        if self.config_name is not None and Path(self.config_name).is_dir():
+            # Found here and not by AutoTokenizer, whose message speaks of other packages.
+            has_tokenizer = any((Path(self.config_name) / name).exists() for name in TOKENIZER_FILES)
+            if not (has_tokenizer or self.train_tokenizer or self.tokenizer_name):
+                raise ValueError(
+                    f"{self.preset or self.config_name} comes without a tokenizer. Add --train_tokenizer, which makes one"
+                    " from your texts, or --tokenizer_name."
+                )
 
 
 @dataclass
@@ -235,7 +245,7 @@ def parse_arguments(args: Sequence[str] | None = None) -> RecipeArguments:
     args_file, remaining = file_parser.parse_known_args(args)
 
     groups = (ModelArguments, DataArguments, FederationArguments, TrainingArguments)
-    parser = HfArgumentParser(groups, description=DESCRIPTION, parents=[file_parser])  # type: ignore[arg-type]
+    parser = HfArgumentParser(groups, usage=USAGE, description=DESCRIPTION, parents=[file_parser])  # type: ignore[arg-type]
     if args_file.args_file is not None:
         defaults = read_args_file(args_file.args_file)
         unknown = sorted(set(defaults) - {item.name for group in groups for item in fields(group) if item.init})

@@ -15,6 +15,7 @@ import datasets
 import torch
 import transformers
 from accelerate import PartialState
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -141,6 +142,7 @@ def save_full_model(trainer: Trainer) -> None:
     trainer.save_model()
 
 
+@record  # the launcher's last lines then show what went wrong on the first rank that failed
 def main() -> None:
     """Trains, saves, evaluates."""
     args = parse_arguments()

@@ -19,7 +19,7 @@ from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.models import tiny_llama
 from tests.harness.pool import WorkerPool
 from tests.harness.tiny_trainer import History, forget_meshes, tiny_trainer
-from tests.test_trainer_lifecycle import FL_FSDP, LIMIT, is_one_model, num_rounds, run
+from tests.test_trainer_lifecycle import is_one_model, num_rounds, run
 
 
 NUM_EVAL = 6  # of 4 ranks: two of the second batch's are repeats, which must not count
