@@ -51,9 +51,14 @@ def _measure(folder: str) -> dict[str, Any]:
 
     def close(rounds: Rounds, *args: Any, **kwargs: Any) -> Any:
         inner = time.perf_counter() - trainer.first_work
-        before = full_state(rounds.model)
+        before = full_state(trainer.model)
         border = original(rounds, *args, **kwargs)
-        held = {"before": before, "after": full_state(rounds.model), "losses": trainer.kept, "metrics": border.metrics}
+        held = {
+            "before": before,
+            "after": full_state(trainer.model),
+            "losses": trainer.kept,
+            "metrics": border.metrics,
+        }
         held.update(inner=inner, outer=time.perf_counter() - outer_start[0])
         borders.append(held)
         trainer.kept, trainer.first_work = [], None

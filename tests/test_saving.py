@@ -50,7 +50,7 @@ def _train(folder: str, kind: str, inside: bool = False, **changes: Any) -> list
     original = Rounds.close
 
     def close(rounds: Rounds, *args: Any, **kwargs: Any) -> Any:
-        borders.append((trainer.state.global_step, full_state(rounds.model)))
+        borders.append((trainer.state.global_step, full_state(trainer.model)))
         return original(rounds, *args, **kwargs)
 
     with mock.patch.object(Rounds, "close", close):

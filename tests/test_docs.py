@@ -1,0 +1,245 @@
+"""Every code block of the documentation is run or checked, every link resolves, and tables say what the code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import textwrap
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from hf_fedshard import FederationConfig
+from tests.harness.launch_env import launch_env
+from tests.harness.pool import WorkerPool
+
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "recipes").rglob("README.md")),
+    ROOT / "accelerate_configs" / "README.md",
+]
+# What a user's script has before the block: placeholders of commands, objects of scripts.
+PLACEHOLDERS = {"<0 to 127>": "0", "<address of node 0>": "10.0.0.1"}
+SCRIPTS_OF_THE_USER = {"script.py"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _blocks(path: Path, language: str) -> list[str]:
+    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", path.read_text(), re.M | re.S)
+    return [textwrap.dedent(body) for _, kind, body in found if kind == language]
+
+
+def _commands(text: str) -> list[list[str]]:
+    for placeholder, value in PLACEHOLDERS.items():
+        text = text.replace(placeholder, value)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def _all_commands() -> list[Any]:
+    found = []
+    for path in DOCUMENTS:
+        for block in _blocks(path, "bash"):
+            found += [pytest.param(words, id=f"{_name(path)}: {' '.join(words)[:60]}") for words in _commands(block)]
+        for code in re.findall(r"`((?:python|make|accelerate launch) [^`]*)`", path.read_text()):
+            if "<" not in code and "--" in code:
+                found.append(pytest.param(shlex.split(code), id=f"{_name(path)}: {code[:60]}"))
+    for path in sorted((ROOT / "recipes" / "presets").glob("*.yaml")):
+        head = "\n".join(re.findall(r"^#   +(.*)$", path.read_text(), re.M))
+        found += [pytest.param(words, id=path.name) for words in _commands(head)]
+    return found
+
+
+def test_no_block_escapes() -> None:
+    """A fence of another language, or one that is never closed, would be checked by nothing."""
+    for path in DOCUMENTS:
+        fences = re.findall(r"^ *```(.*)$", path.read_text(), re.M)
+        assert len(fences) % 2 == 0, path
+        assert set(fences) <= {"", "text", "bash", "python", "diff"}, path
+        counted = sum(len(_blocks(path, language)) for language in ("", "text", "bash", "python", "diff"))
+        assert counted == len(fences) // 2, path
+    assert len(_all_commands()) > 15
+
+
+@pytest.mark.parametrize("words", _all_commands())
+def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        name, value = words[0].split("=", 1)
+        monkeypatch.setenv(name, value)
+        FederationConfig.from_arguments()  # refuses what it does not know or cannot parse
+        words = words[1:]
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", Path("Makefile").read_text(), re.M)
+        assert re.search(r"^PYTHON \?=", Path("Makefile").read_text(), re.M) or len(words) == 2
+    elif words[:2] == ["accelerate", "launch"]:
+        _check_launch(words[2:])
+    elif words[0] == "python":
+        _check_script(words[1], words[2:])
+    else:
+        assert words[:2] == ["pip", "install"], words
+        assert Path("setup.cfg").is_file()
+        assert words[-1] in (".", ".[recipes]")
+
+
+def _check_launch(words: list[str]) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    # A port that is free here; the one of a file may be taken.
+    args = launch_command_parser().parse_args(["--main_process_port", "0", *words])
+    assert Path(args.config_file).is_file()
+    script, script_args = args.training_script, args.training_script_args
+    args, _, _ = _validate_launch_command(args)
+    size = int(args.parallelism_config_dp_replicate_size) * int(args.parallelism_config_dp_shard_size)
+    assert size == args.num_processes
+    if script not in SCRIPTS_OF_THE_USER:
+        _check_script(script, script_args)
+
+
+def _check_script(script: str, words: list[str]) -> None:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    assert Path(script).is_file()
+    if script.endswith("pretrain_clm.py"):
+        from clm_arguments import parse_arguments
+
+        # Its own checks need the hardware that the command is for.
+        with mock.patch.object(TrainingArguments, "__post_init__", lambda self: None):
+            parse_arguments(words)
+    elif script.endswith("dry_run.py"):
+        from dry_run import DryRunArguments
+
+        (args,) = HfArgumentParser(DryRunArguments).parse_args_into_dataclasses(words)
+        assert args.args_file.is_file()
+    else:
+        raise AssertionError(f"no check for {script}")
+
+
+def _python_blocks() -> list[Any]:
+    import hf_fedshard
+
+    found = []
+    for path in DOCUMENTS:
+        blocks = enumerate(_blocks(path, "python"))
+        found += [pytest.param(body, False, id=f"{_name(path)}[{index}]") for index, body in blocks]
+    for name in hf_fedshard.__all__:
+        for body in re.findall(r"```python\n(.*?)```", getattr(hf_fedshard, name).__doc__ or "", re.S):
+            found.append(pytest.param(textwrap.dedent(body), True, id=f"docstring of {name}"))
+    return found
+
+
+def _execute(code: str, folder: str, with_imports: bool = False, prepare_cpu: bool = False) -> dict[str, Any]:
+    """Runs a block with the objects that it takes for granted, and tells what came of it."""
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+    from transformers import Trainer
+
+    import hf_fedshard
+    from hf_fedshard import cpu, guard
+    from tests.harness.data import ListDataset, collate, token_samples
+    from tests.harness.models import tiny_llama
+    from tests.harness.tiny_trainer import tiny_arguments
+
+    guard.reset()
+    if prepare_cpu:
+        cpu.install()
+    model, data = tiny_llama(), ListDataset(token_samples(32))
+    names: dict[str, Any] = {
+        "Trainer": Trainer,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "dataloader": DataLoader(data, batch_size=1, collate_fn=collate),
+        "args": tiny_arguments(folder, max_steps=9),
+        "train_dataset": data,
+        "dataset": data,
+    }
+    if with_imports:
+        names |= {name: getattr(hf_fedshard, name) for name in hf_fedshard.__all__} | {"Accelerator": Accelerator}
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(compile(code, "<documentation>", "exec"), names)
+    finally:
+        os.chdir(here)
+    trainer = names.get("trainer")
+    history = trainer.state.log_history if trainer is not None else []
+    fedavg = names.get("fedavg")
+    return {
+        "rounds": [logs["fedshard/round"] for logs in history if "fedshard/round" in logs],
+        "loop rounds": fedavg.round if fedavg is not None else None,
+        "groups open": torch.distributed.is_initialized(),
+    }
+
+
+@pytest.fixture
+def cpu_launch() -> dict[str, str]:
+    # ACCELERATE_USE_CPU stands for a machine without accelerators where this one has some.
+    return launch_env(ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml") | {"ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.mark.parametrize(("code", "with_imports"), _python_blocks())
+def test_python_block(
+    world4: WorkerPool, tmp_path: Path, cpu_launch: dict[str, str], code: str, with_imports: bool
+) -> None:
+    ranks = world4.run(_execute, code, str(tmp_path), with_imports, env=cpu_launch, init_group=False)
+    for rank in ranks:
+        if "callbacks=" in code:
+            assert rank["rounds"] == [1, 2]
+        elif "federate(" in code:
+            assert rank["loop rounds"] == 1  # 32 samples over 4 ranks are 8 steps
+        if "shutdown()" in code:
+            assert not rank["groups open"]
+
+
+def test_diff_of_the_readme(world4: WorkerPool, tmp_path: Path, cpu_launch: dict[str, str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (block,) = _blocks(ROOT / "README.md", "diff")
+    lines = block.splitlines()
+    assert not [line for line in lines if line and line[:2] not in ("+ ", "  ")]
+    with_lines = "\n".join(line[2:] for line in lines)
+    without = "\n".join(line[2:] for line in lines if not line.startswith("+"))
+    runs = {"with": (with_lines, [1, 2], False), "without": (without, [], True)}
+    for name, (code, rounds, stays_open) in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        # A script without ours has FSDP on CPU only if something asks for it, as the recipes do by their import.
+        options = {"prepare_cpu": name == "without"}
+        for rank in world4.run(_execute, code, str(folder), env=cpu_launch, init_group=False, **options):
+            assert (rank["rounds"], rank["groups open"]) == (rounds, stays_open)
+        AutoModelForCausalLM.from_pretrained(folder / "my-model")
+
+
+def test_links() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?://)([^)#\s]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{_name(path)}: {target}"
+
+
+def test_options_of_the_readme() -> None:
+    section = (ROOT / "README.md").read_text().split("## Options")[1].split("##")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.M))
+    fields = {item.name: item.default for item in dataclasses.fields(FederationConfig)}
+    assert set(rows) == set(fields)
+    assert rows["sync_every"].startswith(str(fields["sync_every"]))
+    assert rows["bucket_size_bytes"] == f"{fields['bucket_size_bytes'] // 2**20} MiB"
+    assert rows["log_every_rounds"] == str(fields["log_every_rounds"])
+
+
+def test_figures_agree() -> None:
+    limit = re.search(r"^DEMO_MAX_PERPLEXITY := (\d+)", (ROOT / "Makefile").read_text(), re.M)
+    assert limit is not None
+    assert f"below perplexity {limit[1]}" in (ROOT / "README.md").read_text()
