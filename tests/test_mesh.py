@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hf_fedshard import guard
 from hf_fedshard.config import FederationConfig, FederationLayout
@@ -27,9 +28,12 @@ def _describe(groups: int, replicas: int, shard: int) -> dict[str, Any]:
         "group": _ranks(mesh.group),
         "group_ranks": sorted(mesh.group_ranks),
         "fed": _ranks(mesh.fed),
-        "replicate": _ranks(mesh.replicate),
+        "replicate": None if mesh.replicate is None else _ranks(mesh.replicate),
         "shard": _ranks(mesh.root.get_group("dp_shard")),
+        "fsdp": (mesh.fsdp.ndim, sorted(mesh.fsdp.mesh.flatten().tolist())),
         "device": str(mesh.device),
+        # Each costs a meeting of the world when it is made.
+        "groups made": len(distributed_c10d._world.pg_map) - 1,
     }
 
 
@@ -38,14 +42,19 @@ def _check(described: list[dict[str, Any]], groups: int, replicas: int, shard: i
         g, r, s = rank // (replicas * shard), rank // shard % replicas, rank % shard
         assert seen["coordinate"] == (g, r, s)
         assert rank == (g * replicas + r) * shard + s
-        assert seen["names"] == ("fed", "group_replicate", "dp_shard")
+        assert seen["names"] == (("fed", "group_replicate", "dp_shard") if replicas > 1 else ("fed", "dp_shard"))
         group = list(range(g * replicas * shard, (g + 1) * replicas * shard))
         assert seen["group"] == seen["group_ranks"] == group
         # In the order of the groups, and of the replicas: `group_src=0` of a broadcast means group or replica 0.
         assert seen["fed"] == [(i * replicas + r) * shard + s for i in range(groups)]
-        assert seen["replicate"] == [(g * replicas + i) * shard + s for i in range(replicas)]
+        peers = [(g * replicas + i) * shard + s for i in range(replicas)]
+        assert seen["replicate"] == (peers if replicas > 1 else None)
         assert seen["shard"] == [(g * replicas + r) * shard + i for i in range(shard)]
+        assert seen["fsdp"] == (2 if replicas > 1 else 1, group)
         assert seen["device"] == "cpu"
+        # fed and shards, which are the group; with replicas those too, and the group. The world's own is made already.
+        if groups > 1:
+            assert seen["groups made"] == (4 if replicas > 1 else 2)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (1, 1, 4)])
@@ -58,21 +67,25 @@ def test_mesh_of_8(world8: WorkerPool, sizes: tuple[int, int, int]) -> None:
     _check(world8.run(_describe, *sizes), *sizes)
 
 
-def _timeouts(seconds: float) -> dict[str, float]:
-    mesh = build_federation_mesh("cpu", FederationLayout(2, 1, {"dp_shard": 2}))
+def _timeouts(replicas: int, seconds: float) -> dict[str, float]:
+    mesh = build_federation_mesh("cpu", FederationLayout(2, replicas, {"dp_shard": 2}))
     mesh.set_timeout(seconds)
     groups = {"world": dist.group.WORLD, "group": mesh.group, "fed": mesh.fed, "replicate": mesh.replicate}
     groups["shard"] = mesh.root.get_group("dp_shard")
+    groups |= {f"fsdp {index}": group for index, group in enumerate(mesh.fsdp.get_all_groups())}
     return {
-        name: group._get_backend(mesh.device).options._timeout.total_seconds()  # type: ignore[union-attr]
+        name: group._get_backend(mesh.device).options._timeout.total_seconds()
         for name, group in groups.items()
+        if group is not None
     }
 
 
-def test_set_timeout_on_gloo(world4: WorkerPool) -> None:
-    for read in world4.run(_timeouts, 17.0):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_set_timeout_on_gloo(request: pytest.FixtureRequest, replicas: int) -> None:
+    pool: WorkerPool = request.getfixturevalue("world4" if replicas == 1 else "world8")
+    for read in pool.run(_timeouts, replicas, 17.0):
         assert set(read.values()) == {17.0}, read
-        assert len(read) == 5
+        assert len(read) == (5 if replicas == 1 else 7)
 
 
 def _wait_for_a_peer_that_never_comes() -> None:
@@ -104,8 +117,8 @@ def _view(num_groups: int, replicate: int, shard: int) -> dict[str, Any]:
         "names": view.mesh_dim_names,
         # What `accelerate.data_loader.prepare_data_loader` computes.
         "sizes": {name: view[name].size() for name in view.mesh_dim_names},
-        "joint": {name: view[name].size() for name in ("dp", "dp_shard_cp", "dp_cp")},
-        "local": {name: view.get_local_rank(name) for name in ("dp_replicate", "dp_shard", "dp", "dp_shard_cp")},
+        "local": {name: view.get_local_rank(name) for name in ("dp_replicate", "dp_shard")},
+        "local of slices": {name: view[name].get_local_rank() for name in view.mesh_dim_names},
         "fsdp": (fsdp.ndim, sorted(fsdp.mesh.flatten().tolist())),
         "device_type": view.device_type,
         "same": parallelism.get_device_mesh("cpu") is view,
@@ -131,9 +144,9 @@ def _check_view(views: list[dict[str, Any]], num_groups: int, replicate: int, sh
         expected = {"dp_replicate": replicate, "dp_shard": shard}
         assert seen["sizes"] == {name: size for name, size in expected.items() if size > 1}
         assert seen["names"] == tuple(seen["sizes"])
-        assert seen["joint"] == {"dp": world_size, "dp_shard_cp": shard, "dp_cp": world_size}
-        local = {"dp_replicate": rank // shard, "dp_shard": rank % shard, "dp": rank, "dp_shard_cp": rank % shard}
+        local = {"dp_replicate": rank // shard, "dp_shard": rank % shard}
         assert seen["local"] == local
+        assert seen["local of slices"] == {name: local[name] for name in seen["names"]}
         group_size = world_size // num_groups
         first = rank // group_size * group_size
         assert seen["fsdp"] == (1 if replicate == num_groups else 2, list(range(first, first + group_size)))
@@ -153,8 +166,7 @@ def _inner_axis(axis: str, rank: int) -> dict[str, Any]:
         "names": view.mesh_dim_names,
         "active": sorted(parallelism.active_mesh_dims),
         "sizes": {name: view[name].size() for name in view.mesh_dim_names},
-        "joint": {name: view[name].size() for name in ("dp", "dp_shard_cp", "dp_cp")},
-        "local": {name: view.get_local_rank(name) for name in (*view.mesh_dim_names, "dp", "dp_shard_cp")},
+        "local": {name: view.get_local_rank(name) for name in view.mesh_dim_names},
         "group": _ranks(mesh.group),
         "fed": _ranks(mesh.fed),
         "replicate": _ranks(mesh.replicate),
@@ -180,9 +192,7 @@ def test_view_with_an_inner_axis(world4: WorkerPool, axis: str) -> None:
         assert seen["names"] == tuple(sizes)
         assert seen["active"] == sorted(sizes)
         assert seen["sizes"] == sizes
-        assert seen["joint"] == {"dp": 16, "dp_shard_cp": 8 if is_cp else 4, "dp_cp": 32 if is_cp else 16}
-        local = {"dp_replicate": 2 * g + r, "dp_shard": s, axis: i, "dp": rank // 2}
-        assert seen["local"] == {**local, "dp_shard_cp": rank % 8 if is_cp else s}
+        assert seen["local"] == {"dp_replicate": 2 * g + r, "dp_shard": s, axis: i}
         assert seen["group"] == list(range(16 * g, 16 * g + 16))
         assert seen["fed"] == [rank % 16, rank % 16 + 16]
         assert seen["replicate"] == [16 * g + rank % 8, 16 * g + rank % 8 + 8]
