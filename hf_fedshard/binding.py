@@ -7,24 +7,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import unwrap_peft_model
 
 from .checkpoint import Place
 from .config import FederationConfig
-from .data import (
-    draw_in_one_order,
-    endless_if_sharded_by_files,
-    keep_generators_in_step,
-    one_seed,
-    refuse_dispatched_batches,
-    shared_seed,
-)
 from .group_ops import ACCELERATOR_SEAMS, GroupOps, keep_in_group
+from .group_steps import STEP_SEAMS, GroupSteps
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
@@ -35,9 +25,6 @@ Method = Callable[..., Any]
 
 TRAINER_SEAMS = {
     "train": ("resume_from_checkpoint",),
-    "get_train_dataloader": (),
-    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
-    "_get_num_items_in_batch": ("batch_samples", "device"),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
     "log": ("logs",),
     "evaluate": ("eval_dataset",),
@@ -46,7 +33,12 @@ TRAINER_SEAMS = {
     "_save_checkpoint": ("model", "trial"),
 }
 HANDLER_SEAMS = {"call_event": ("event", "args", "state", "control")}
-SEAMS = ((Trainer, TRAINER_SEAMS), (Accelerator, ACCELERATOR_SEAMS), (CallbackHandler, HANDLER_SEAMS))
+SEAMS = (
+    (Trainer, TRAINER_SEAMS),
+    (Trainer, STEP_SEAMS),
+    (Accelerator, ACCELERATOR_SEAMS),
+    (CallbackHandler, HANDLER_SEAMS),
+)
 
 
 def trainer_under_construction() -> Trainer | None:
@@ -82,15 +74,11 @@ class TrainerBinding:
     Keeps what a Trainer does inside the federation groups, by replacing bound methods on this one instance.
 
     - `train`: puts the federation in force before and takes it back after, also after an exception.
-    - `get_train_dataloader`: each rank reads its own data.
-    - `get_batch_samples`, `_get_num_items_in_batch`: a training step counts the tokens of the group, an evaluation those
-      of the world as ever.
+    - what a step draws and counts: see [`GroupSteps`]; checkpoints: see [`TrainerCheckpoints`].
     - `accelerator.gather`, `reduce`, ...: among the group's ranks while a round is running.
     - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
       round waits for the border.
     - `_maybe_log_save_evaluate`: a stop asked for on some ranks while Trainer logs, evaluates or saves holds for all.
-    - `label_smoother`: shifts the labels of a causal language model, as it does without FSDP2, which renames the model's
-      class so that Trainer no longer knows it.
     - `log`: adds the metrics of a round before the reporting callbacks see the logs.
     - `evaluate`, `predict`, `save_model`, `_save_checkpoint`: called directly inside a round, they close it first.
 
@@ -114,8 +102,8 @@ class TrainerBinding:
         self._patches = Patches()
         self._accelerator_patches: Patches | None = None
         self._bound_accelerator: Accelerator | None = None
-        self._drawing = False
         self._saving_checkpoint = False
+        self.steps = GroupSteps(trainer, parallelism, self._count_tokens)
 
     def install(self, before_train: Callable[[], None], after_train: Callable[[], None]) -> None:
         """
@@ -129,14 +117,10 @@ class TrainerBinding:
         """
         # First, so that what follows wraps it: a border is made, then the checkpoint is saved.
         self.checkpoints.install()
+        self.steps.install()
         replace, trainer = self._patches.replace, self.trainer
         replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
-        replace(trainer, "get_train_dataloader", self._get_train_dataloader)
-        replace(trainer, "get_batch_samples", self._get_batch_samples)
-        replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
         replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
-        if trainer.label_smoother is not None:
-            replace(trainer, "label_smoother", self._label_smoother)
         replace(trainer, "log", self._log)
         replace(trainer, "save_model", self._save_model)
         replace(trainer.callback_handler, "call_event", self._call_event)
@@ -149,6 +133,7 @@ class TrainerBinding:
         """Puts every method back."""
         self._release_accelerator()
         self._patches.undo()
+        self.steps.remove()
         self.checkpoints.remove()
 
     def _bind_accelerator(self) -> None:
@@ -166,7 +151,7 @@ class TrainerBinding:
         self._accelerator_patches = self._bound_accelerator = None
 
     def _inside(self) -> bool:
-        return self._drawing or (self.session is not None and self.session.in_round)
+        return self.steps.drawing or (self.session is not None and self.session.in_round)
 
     def _train(self, original: Method, before: Callable[[], None], after: Callable[[], None]) -> Method:
         def train(*args: Any, **kwargs: Any) -> Any:
@@ -191,54 +176,9 @@ class TrainerBinding:
             self.session.end()
             self.session = None
 
-    def _get_train_dataloader(self, original: Method) -> Method:
-        def get_train_dataloader() -> Any:
-            self._bind_accelerator()
-            trainer = self.trainer
-            config, dataset = trainer.accelerator.dataloader_config, trainer.train_dataset
-            # Accelerate's default for streams is that rank 0 reads for everybody.
-            dispatch, config.dispatch_batches = config.dispatch_batches, False
-            size = self.parallelism.data_parallel_size
-            rank = trainer.accelerator.process_index // self.parallelism.non_data_parallel_size
-            seed = shared_seed(trainer.accelerator.device)
-            try:
-                trainer.train_dataset = endless_if_sharded_by_files(dataset, size, rank)
-                with one_seed(seed):
-                    dataloader = original()
-            finally:
-                config.dispatch_batches, trainer.train_dataset = dispatch, dataset
-            refuse_dispatched_batches(dataloader)
-            keep_generators_in_step(dataloader)
-            draw_in_one_order(dataloader, trainer.args.data_seed if trainer.args.data_seed is not None else seed)
-            return dataloader
-
-        return get_train_dataloader
-
-    def _get_batch_samples(self, original: Method) -> Method:
-        def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-            self._drawing = True
-            try:
-                batch_samples, num_items_in_batch = original(*args, **kwargs)
-            finally:
-                self._drawing = False
-            if self.session is not None:
-                self.session.count_tokens(batch_samples)
-            return batch_samples, num_items_in_batch
-
-        return get_batch_samples
-
-    def _get_num_items_in_batch(self, original: Method) -> Method:
-        def get_num_items_in_batch(batch_samples: list[Any], device: torch.device) -> Any:
-            count = original(batch_samples, device)
-            if not self._drawing or count is None or not self.trainer.args.average_tokens_across_devices:
-                return count
-            # In the group the count comes out as if all groups had as many tokens as this one, see [`GroupOps`]. Trainer
-            # multiplies the loss by the ranks of the world and FSDP2 averages over those of the group, and so gradients
-            # are divided by the group's tokens. An integer: FSDP2's mixed precision would round a floating-point
-            # argument of the model (1,029 to 1,032).
-            return torch.as_tensor(count, device=device).double().round().to(torch.int64)
-
-        return get_num_items_in_batch
+    def _count_tokens(self, batches: list[Any]) -> None:
+        if self.session is not None:
+            self.session.count_tokens(batches)
 
     def _call_event(self, original: Method) -> Method:
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -250,14 +190,6 @@ class TrainerBinding:
             return control
 
         return call_event
-
-    def _label_smoother(self, original: Method) -> Method:
-        def label_smoother(outputs: Any, labels: Any, shift_labels: bool = False, **kwargs: Any) -> Any:
-            model = unwrap_peft_model(self.trainer.accelerator.unwrap_model(self.trainer.model))
-            causal = any(cls.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for cls in type(model).__mro__)
-            return original(outputs, labels, shift_labels=shift_labels or causal, **kwargs)
-
-        return label_smoother
 
     def _maybe_log_save_evaluate(self, original: Method) -> Method:
         def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:

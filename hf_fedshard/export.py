@@ -144,14 +144,8 @@ def _empty_model(checkpoint: Path, trust_remote_code: bool) -> Any:
     return model
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """
-    The command line.
-
-    Args:
-        arguments (`list[str]`, *optional*):
-            Defaults to those of the process.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_fedshard.export",
         description="Turn a checkpoint of a federated run into a folder for from_pretrained.",
@@ -161,6 +155,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: %(default)s)")
     parser.add_argument("--dtype", choices=_DTYPES, help="type of the exported weights (default: as trained)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that lies beside the model")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """
+    The command line.
+
+    Args:
+        arguments (`list[str]`, *optional*):
+            Defaults to those of the process.
+    """
+    parser = make_parser()
     options = parser.parse_args(arguments)
     try:
         folder = export_checkpoint(**vars(options))

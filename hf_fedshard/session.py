@@ -191,10 +191,9 @@ class TrainingSession:
         # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
         ends_here = self._epoch_is_empty or self._epoch >= state.num_train_epochs
         if ends_here and self.rounds.at_border:
-            # A stream that ended inside an accumulation window: no step was made since the last border.
+            # A stream that ended inside an accumulation window: no step was made since the last border, and it is the
+            # same on all ranks, so there is nothing to average or to agree about.
             self.in_round = False
-            self._at_border = True
-            self._share(control, FLAGS)
             return
         self._hold_back(control)
         if ends_here:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 
 from hf_fedshard import FederationConfig
+from hf_fedshard.export import make_parser
 from tests.harness.launch_env import launch_env
 from tests.harness.pool import WorkerPool
 
@@ -86,6 +88,8 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         assert re.search(r"^PYTHON \?=", Path("Makefile").read_text(), re.M) or len(words) == 2
     elif words[:2] == ["accelerate", "launch"]:
         _check_launch(words[2:])
+    elif words[:3] == ["python", "-m", "hf_fedshard.export"]:
+        make_parser().parse_args(words[3:])
     elif words[0] == "python":
         _check_script(words[1], words[2:])
     else:
@@ -166,8 +170,10 @@ def _execute(code: str, folder: str, with_imports: bool = False, prepare_cpu: bo
         "train_dataset": data,
         "dataset": data,
     }
+    names |= _checkpoints_for(code, folder, names)
     if with_imports:
-        names |= {name: getattr(hf_fedshard, name) for name in hf_fedshard.__all__} | {"Accelerator": Accelerator}
+        public = {name: getattr(hf_fedshard, name) for name in hf_fedshard.__all__} | {"Accelerator": Accelerator}
+        names = public | names
     here = Path.cwd()
     os.chdir(folder)
     try:
@@ -182,6 +188,51 @@ def _execute(code: str, folder: str, with_imports: bool = False, prepare_cpu: bo
         "loop rounds": fedavg.round if fedavg is not None else None,
         "groups open": torch.distributed.is_initialized(),
     }
+
+
+def _checkpoints_for(code: str, folder: str, names: dict[str, Any]) -> dict[str, Any]:
+    """What a block about checkpoints has before it: a run that has saved where the block looks."""
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM
+
+    from hf_fedshard import FedAvgCallback, FederatedFSDPPlugin
+
+    named = re.findall(r'"([\w/]+/checkpoint[-_]\d+)"', code)
+    if "_state(" in code:
+        plugin = FederatedFSDPPlugin(num_groups=2, sync_every=8)
+        accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)
+        prepared = accelerator.prepare(names["model"], names["optimizer"], names["dataloader"])
+        fedavg = plugin.federate(accelerator, prepared[0])
+        if "load_state" in code:
+            accelerator.save_state(str(Path(folder) / named[0]))
+        return {"accelerator": accelerator, "fedavg": fedavg, "dataloader": prepared[2]}
+    if "resume_from_checkpoint" not in code and "export_checkpoint(" not in code:
+        return {}
+    args = names["args"]
+    args.save_strategy, args.save_steps = "steps", 4
+    trainer = names["Trainer"](
+        model=names["model"], args=args, train_dataset=names["train_dataset"], callbacks=[FedAvgCallback(2, 4)]
+    )
+    trainer.train()
+    if dist.get_rank() == 0:
+        for name in named:
+            shutil.copytree(Path(folder) / "checkpoint-4", Path(folder) / name)
+    dist.barrier()
+    if "export_checkpoint(" in code:
+        # One process exports.
+        return {"AutoModelForCausalLM": AutoModelForCausalLM, "export_checkpoint": _on_rank_0}
+    return {"trainer": trainer}
+
+
+def _on_rank_0(*args: Any, **kwargs: Any) -> None:
+    import torch.distributed as dist
+
+    from hf_fedshard import export_checkpoint
+
+    if dist.get_rank() == 0:
+        export_checkpoint(*args, **kwargs)
+    dist.barrier()
 
 
 @pytest.fixture

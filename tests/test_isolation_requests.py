@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from hf_fedshard import export_checkpoint
 from tests.harness.data import ListDataset, token_samples
 from tests.harness.pool import WorkerPool
 from tests.harness.timeline import ROUND, Timeline
@@ -224,7 +225,8 @@ def train_to_best(folder: str) -> Any:
     with timeline.of(trainer):
         trainer.train()
     best = trainer.state.best_model_checkpoint
-    saved = load_file(f"{best}/model.safetensors")
+    exported = export_checkpoint(best, f"{folder}/exported-{dist.get_rank()}")
+    saved = load_file(f"{exported}/model.safetensors")
     held = {name: parameter.full_tensor() for name, parameter in trainer.model.named_parameters()}
     difference = max(float((held[name].detach() - saved[name]).abs().max()) for name in saved)
     state = trainer.state

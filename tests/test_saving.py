@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_fedshard import Rounds
+from hf_fedshard import Rounds, export_checkpoint
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.models import add_lora, tiny_llama
 from tests.harness.pool import WorkerPool
@@ -109,7 +109,8 @@ def test_checkpoints(world4: WorkerPool, tmp_path: Path) -> None:
     written = {int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")}
     assert written == {3, 6}
     for step in written:
-        _check_loaded(tmp_path / f"checkpoint-{step}", averages[step], tied=False)
+        export_checkpoint(tmp_path / f"checkpoint-{step}", tmp_path / f"exported-{step}")
+        _check_loaded(tmp_path / f"exported-{step}", averages[step], tied=False)
 
 
 def test_final_model_of_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
