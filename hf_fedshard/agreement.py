@@ -77,9 +77,12 @@ def _check_given_federation(parallelism_config: Any, config: FederationConfig) -
     """A federation that is in force already, from a plugin or from a callback beside this one, must be this one."""
     if not isinstance(parallelism_config, FederatedParallelismConfig):
         return
-    given = parallelism_config.federation_config
-    for name in ("num_groups", "sync_every"):
-        ours, theirs = getattr(config, name), getattr(given, name)
+    given, layout = parallelism_config.federation_config, parallelism_config.federation_layout
+    pairs = [("num_groups", config.num_groups, layout.num_groups)]
+    if not parallelism_config.stock:
+        # A plugin's: it would say one period and the callback another.
+        pairs.append(("sync_every", config.sync_every, given.sync_every))
+    for name, ours, theirs in pairs:
         if ours is not None and ours != theirs:
             raise ValueError(
                 f"The callback has {name}={ours}, but the federation that is in force already has {name}={theirs}. Give "

@@ -60,12 +60,21 @@ class RankError:
         """
         # Plain `assert a == b` has no message in a worker (only pytest rewrites assertions): the locals say what a
         # and b were.
-        formatted = traceback.TracebackException.from_exception(error, capture_locals=True, compact=True)
-        for frame in formatted.stack:
-            foreign = "site-packages" in frame.filename or frame.filename.endswith("harness/worker.py")
-            frame.locals = None if foreign else {name: _shorten(v) for name, v in (frame.locals or {}).items()}
+        formatted = traceback.TracebackException.from_exception(error, compact=True)
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        for summary, frame in zip(formatted.stack, frames, strict=False):
+            foreign = "site-packages" in summary.filename or summary.filename.endswith("harness/worker.py")
+            if not foreign:
+                summary.locals = {name: _shorten(_represent(value)) for name, value in frame.f_locals.items()}
         bases = tuple(base.__name__ for base in type(error).__mro__ if base is not object)
         return cls(rank, type(error).__name__, str(error), "".join(formatted.format()), bases)
+
+
+def _represent(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"<no repr: {error}>"
 
 
 def _shorten(value: str, limit: int = 200) -> str:

@@ -72,8 +72,9 @@ class Timeline:
             nonlocal inside
             self.mark(ROUND)
             batches, num_items = get_batches(*args, **kwargs)
-            if not batches and not inside:
-                self.mark(BORDER)  # the data has ended: no round has begun
+            at_border = trainer.state.global_step == (self.borders[-1] if self.borders else 0)
+            if not batches and (at_border or not inside):
+                self.mark(BORDER)  # the data has ended: no round has begun, or none of its steps was made
             inside |= bool(batches)
             return batches, num_items
 
