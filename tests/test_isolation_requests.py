@@ -225,8 +225,10 @@ def train_to_best(folder: str) -> Any:
     with timeline.of(trainer):
         trainer.train()
     best = trainer.state.best_model_checkpoint
-    exported = export_checkpoint(best, f"{folder}/exported-{dist.get_rank()}")
-    saved = load_file(f"{exported}/model.safetensors")
+    if dist.get_rank() == 0:
+        export_checkpoint(best, f"{folder}/exported")
+    dist.barrier()
+    saved = load_file(f"{folder}/exported/model.safetensors")
     held = {name: parameter.full_tensor() for name, parameter in trainer.model.named_parameters()}
     difference = max(float((held[name].detach() - saved[name]).abs().max()) for name in saved)
     state = trainer.state
