@@ -56,13 +56,23 @@ def agree_on_training(trainer: Trainer) -> None:
     """
     args, state = trainer.args, trainer.state
     dataloader = trainer.callback_handler.train_dataloader
+    error = None
+    if has_length(dataloader) and len(dataloader) == 0:
+        error = (
+            "There is no batch to train on: the samples are fewer than one batch of all ranks, "
+            "and dataloader_drop_last=True drops them. Give more samples, a smaller batch, or dataloader_drop_last=False."
+        )
     agree(
         "the training schedule",
         {
             "max_steps": state.max_steps,
             "num_train_epochs": state.num_train_epochs,
             "batches in an epoch": len(dataloader) if has_length(dataloader) else None,
+            "train batch size": args.train_batch_size,
+            "dataloader_drop_last": args.dataloader_drop_last,
+            "train_sampling_strategy": str(getattr(args, "train_sampling_strategy", None)),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "optimizer": _describe_optimizer(trainer.optimizer),
             "logging_steps": (str(args.logging_strategy), state.logging_steps),
             "eval_steps": (str(args.eval_strategy), state.eval_steps),
             "save_steps": (str(args.save_strategy), state.save_steps),
@@ -70,7 +80,19 @@ def agree_on_training(trainer: Trainer) -> None:
             "data_seed": args.data_seed,
             "average_tokens_across_devices": args.average_tokens_across_devices,
         },
+        error,
     )
+
+
+def _describe_optimizer(optimizer: Any) -> list[Any]:
+    """Its class, and the numbers of each parameter group: learning rate, betas, weight decay and the like."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    plain = (bool, int, float, str, tuple, type(None))
+    groups = [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
+        for group in optimizer.param_groups
+    ]
+    return [type(optimizer).__name__, *groups]
 
 
 def _check_given_federation(parallelism_config: Any, config: FederationConfig) -> None:

@@ -187,6 +187,8 @@ class TrainerBinding:
                 self._begin_session()
             elif self.session is not None:
                 self.session.after_event(event, state, control)
+                if event == "on_epoch_begin":
+                    self.steps.begin_epoch(self.session.epoch - 1)
             return control
 
         return call_event

@@ -83,7 +83,9 @@ def together(what: str, error: BaseException | None) -> None:
     failed: dict[str, list[int]] = {}
     for rank, message in enumerate(everyone):
         if message is not None:
-            failed.setdefault(message.removeprefix("CheckpointError: "), []).append(rank)
+            # What was found together before says so already.
+            message = message.removeprefix("CheckpointError: ").removeprefix(f"{what} failed. ")
+            failed.setdefault(message, []).append(rank)
     if failed:
         reasons = [
             message if len(ranks) == len(everyone) else f"On rank {', '.join(map(str, ranks))}: {message}"

@@ -63,7 +63,7 @@ def one_seed(seed: int) -> Iterator[None]:
         torch.random.set_rng_state(state)
 
 
-def draw_in_one_order(dataloader: Any, seed: int) -> None:
+def draw_in_one_order(dataloader: Any, seed: int) -> torch.Generator | None:
     """
     Makes all ranks shuffle alike, whatever their own seeds are: each takes every so many batches of one order, and of
     different orders these would overlap.
@@ -73,16 +73,24 @@ def draw_in_one_order(dataloader: Any, seed: int) -> None:
             A prepared data loader.
         seed (`int`):
             From [`shared_seed`].
+
+    Returns:
+        `torch.Generator` or `None`: What the sampler draws from, where its orders do not depend on the epoch by
+        themselves: seeded by `seed` and the epoch before each, a resumed run has the orders of an uninterrupted one.
     """
     sampler: Any = getattr(dataloader, "batch_sampler", None)
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
     sampler = getattr(sampler, "sampler", None)
     if isinstance(sampler, SeedableRandomSampler):
-        # Equal already where the loader was made under `one_seed`, or with a `data_seed`.
+        # Equal already where the loader was made under `one_seed`, or with a `data_seed`. Adds the epoch by itself.
         sampler.initial_seed = seed
-    elif hasattr(sampler, "generator") and sampler.generator is None:
+        return None
+    if not hasattr(sampler, "generator"):
+        return None
+    if sampler.generator is None:
         sampler.generator = torch.Generator().manual_seed(seed)
+    return sampler.generator
 
 
 def keep_generators_in_step(dataloader: Any) -> None:

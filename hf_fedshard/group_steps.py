@@ -60,6 +60,19 @@ class GroupSteps:
         self.drawing = False
         """Whether the batches of a training step are being drawn and counted: the accelerator stays in the group then."""
         self._patches = Patches()
+        self._seed = 0
+        self._generator: torch.Generator | None = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        """
+        To be called before the batches of an epoch are drawn.
+
+        Args:
+            epoch (`int`):
+                Its number, counted from 0.
+        """
+        if self._generator is not None:
+            self._generator.manual_seed(self._seed + epoch)
 
     def install(self) -> None:
         """Replaces the methods. Call once."""
@@ -91,7 +104,8 @@ class GroupSteps:
                 config.dispatch_batches, trainer.train_dataset = dispatch, dataset
             refuse_dispatched_batches(dataloader)
             keep_generators_in_step(dataloader)
-            draw_in_one_order(dataloader, trainer.args.data_seed if trainer.args.data_seed is not None else seed)
+            self._seed = trainer.args.data_seed if trainer.args.data_seed is not None else seed
+            self._generator = draw_in_one_order(dataloader, self._seed)
             return dataloader
 
         return get_train_dataloader

@@ -77,7 +77,10 @@ def take_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     on_cpu: set[str] = set()
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for param, state in optimizer.state.items():
+        if id(param) not in stepped:
+            continue  # left from before FSDP2 exchanged the parameters
         if id(param) not in names:
             raise ValueError(
                 f"{kind} keeps state of a parameter of shape {tuple(param.shape)} that is not in the model."

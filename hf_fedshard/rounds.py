@@ -17,7 +17,7 @@ from .handshake import FederationMismatchError
 from .initial import agree_on_model, broadcast_initial_state
 from .mesh import FederationMesh
 from .metrics import RoundMetrics, Tally, exchange_rows, ratios
-from .shards import reshard
+from .shards import drop_stale_state, reshard
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Rounds:
         self.round = 0
         self.steps = 0
         self.num_optimizer_steps = 0
+        for optimizer in self.optimizers:
+            drop_stale_state(optimizer)
         reshard(model)
         agree_on_model(model, self.optimizers, mesh, config)
         if mesh.layout.num_groups > 1:

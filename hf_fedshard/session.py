@@ -55,7 +55,8 @@ class TrainingSession:
         # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
         self._at_border = False
         # Whole epochs behind a resumed run; a fraction is exact only to rounding.
-        self._epoch = int((trainer.state.epoch or 0) + 1e-6)
+        # Epochs begun, those of the run that is resumed included.
+        self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
         self._tokens = 0.0
         inner = mesh.layout.inner
@@ -93,7 +94,7 @@ class TrainingSession:
                 What the event came with; requests in it are held back inside a round.
         """
         if event == "on_epoch_begin":
-            self._epoch += 1
+            self.epoch += 1
             self._epoch_is_empty = True
             # The epoch that was to be stopped is over.
             self._pending_flags.discard("should_epoch_stop")
@@ -189,7 +190,7 @@ class TrainingSession:
                 self._share(control, FLAGS)
             return
         # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
-        ends_here = self._epoch_is_empty or self._epoch >= state.num_train_epochs
+        ends_here = self._epoch_is_empty or self.epoch >= state.num_train_epochs
         if ends_here and self.rounds.at_border:
             # A stream that ended inside an accumulation window: no step was made since the last border, and it is the
             # same on all ranks, so there is nothing to average or to agree about.

@@ -68,6 +68,20 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
     return [n for n, param in model.named_parameters() if param.requires_grad and not isinstance(param, DTensor)]
 
 
+def drop_stale_state(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Frees what an optimizer keeps of parameters that it no longer steps: Adagrad makes its state when it is constructed,
+    for whole parameters, before FSDP2 exchanges them for sharded ones.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            A prepared optimizer.
+    """
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for param in [param for param in optimizer.state if id(param) not in stepped]:
+        del optimizer.state[param]
+
+
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     The tensors in which this rank holds its share of the parameters. Call [`reshard`] first.

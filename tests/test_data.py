@@ -150,12 +150,22 @@ def fail_to_train(folder: str, data: Any, **changes: Any) -> None:
         (ListDataset(token_samples(24)), {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
         (StreamDataset(token_samples(24)), {"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         (ListDataset([]), {}, "empty"),
+        (ListDataset(token_samples(3)), {"dataloader_drop_last": True}, "fewer than one batch of all ranks"),
         (StreamDataset([]), {}, "empty|no example"),
         ("one empty file", {}, "rank 2 of 4 hold no example"),
         ("no example in any file", {}, "no example"),
         (ListDataset(token_samples(24)), {"accelerator_config": {"use_seedable_sampler": False}}, None),
     ],
-    ids=["dispatch", "dispatch stream", "empty", "empty stream", "empty file", "empty files", "control"],
+    ids=[
+        "dispatch",
+        "dispatch stream",
+        "empty",
+        "all dropped",
+        "empty stream",
+        "empty file",
+        "empty files",
+        "control",
+    ],
 )
 def test_bad_data(world4: WorkerPool, tmp_path: Path, data: Any, changes: dict[str, Any], words: str | None) -> None:
     if data == "one empty file":

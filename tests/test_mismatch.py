@@ -103,6 +103,8 @@ def _at_training(folder: str, name: str, values: list[Any]) -> None:
             "gradient_accumulation_steps: 1 on ranks 0, 2-3; 2 on rank 1",
         ),
         ("max_grad_norm", [1.0, 1.0, 0.5, 0.5], "max_grad_norm: 1.0 on ranks 0-1; 0.5 on ranks 2-3"),
+        ("per_device_train_batch_size", [1, 1, 2, 1], "train batch size: 1 on ranks 0-1, 3; 2 on rank 2"),
+        ("learning_rate", [1e-2, 1e-4, 1e-2, 1e-2], "optimizer: "),
         ("average_tokens_across_devices", [True, True, True, False], "average_tokens_across_devices: "),
     ],
 )
