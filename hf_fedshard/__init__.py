@@ -17,9 +17,10 @@ from . import environment
 
 if TYPE_CHECKING:
     from .callback import FedAvgCallback
-    from .config import FederationConfig, FederationLayout
+    from .config import FederationConfig
     from .export import export_checkpoint
     from .handshake import FederationMismatchError
+    from .layout import FederationLayout
     from .lifecycle import shutdown
     from .manifest import CheckpointError
     from .metrics import RoundMetrics
@@ -37,7 +38,7 @@ _MODULES = {
     "FederatedFSDPPlugin": "plugin",
     "FederatedParallelismConfig": "parallelism",
     "FederationConfig": "config",
-    "FederationLayout": "config",
+    "FederationLayout": "layout",
     "FederationMismatchError": "handshake",
     "RoundMetrics": "metrics",
     "Rounds": "rounds",

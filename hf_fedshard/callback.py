@@ -40,17 +40,11 @@ class FedAvgCallback(TrainerCallback):
             and only the checkpoints are this package's.
         sync_every (`int`, *optional*, defaults to `8`):
             H, optimizer steps (`global_step`) between two averagings.
-        bucket_size_bytes (`int`, *optional*):
-            Size of an exchange buffer.
-        log_every_rounds (`int`, *optional*, defaults to `1`):
-            Metrics of a round are logged every so many rounds, `0` for never.
-        timeout_seconds (`float`, *optional*):
-            How long collectives wait for their peers. Defaults to `TrainingArguments.ddp_timeout`.
-        optimizer_on_reshape (`str`, *optional*, defaults to `"nearest"`):
-            Where the optimizer moments come from when a run resumes with another number of groups, `"nearest"` or
-            `"average"`.
+        settings (`Any`):
+            Every other setting of [`FederationConfig`], by name.
 
     Raises:
+        TypeError: If there is no such setting.
         ValueError: If a setting is out of its range or the launch cannot be federated.
 
     Example:
@@ -63,23 +57,8 @@ class FedAvgCallback(TrainerCallback):
     ```
     """
 
-    def __init__(
-        self,
-        num_groups: int | None = None,
-        sync_every: int | None = None,
-        bucket_size_bytes: int | None = None,
-        log_every_rounds: int | None = None,
-        timeout_seconds: float | None = None,
-        optimizer_on_reshape: str | None = None,
-    ) -> None:
-        self.config = FederationConfig.from_arguments(
-            num_groups=num_groups,
-            sync_every=sync_every,
-            bucket_size_bytes=bucket_size_bytes,
-            log_every_rounds=log_every_rounds,
-            timeout_seconds=timeout_seconds,
-            optimizer_on_reshape=optimizer_on_reshape,
-        )
+    def __init__(self, num_groups: int | None = None, sync_every: int | None = None, **settings: Any) -> None:
+        self.config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **settings)
         if environment.launch_asks_for_fsdp() and environment.launched_fsdp_version() == 1:
             # Here, since on CPU Accelerate would stop at FSDP1 with a message about missing devices.
             raise ValueError(FSDP1_ERROR.format(version=1))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .config import FederationLayout
+from .layout import FederationLayout
 from .manifest import FEDERATION_FOLDER, CheckpointError, read_json, write_json
 from .optimizer_state import parameter_names, plain_name, put_optimizer_state, take_optimizer_state
 from .reshape import nearest_group

@@ -9,7 +9,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from . import environment
-from .config import FederationConfig, FederationLayout
+from .config import FederationConfig
+from .layout import FederationLayout
 
 
 FSDP1_ERROR = (

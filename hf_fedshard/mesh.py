@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import FederationLayout
+from .layout import FederationLayout
 
 
 FED_AXIS = "fed"

@@ -11,8 +11,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import guard
-from .config import FederationConfig, FederationLayout
+from .config import FederationConfig
 from .handshake import agree
+from .layout import FederationLayout
 from .mesh import REPLICATE_AXIS, FederationMesh, build_federation_mesh
 
 

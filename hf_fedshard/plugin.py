@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from .seams import Patches, check_seam
 from .versions import versions
 
 
-@dataclass
 class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     """
     A `FullyShardedDataParallelPlugin` for FSDP2 that shards inside federation groups.
@@ -35,17 +34,16 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
 
     Args:
         num_groups (`int`, *optional*):
-            G, the number of federation groups. See [`FederationConfig`] for it and the others, their defaults and the
+            G, the number of federation groups. See [`FederationConfig`] for all settings, their defaults and the
             `FEDSHARD_*` variables.
         sync_every (`int`, *optional*):
             H, optimizer steps between two averagings.
-        bucket_size_bytes (`int`, *optional*):
-            Size of an exchange buffer.
-        timeout_seconds (`float`, *optional*):
-            How long collectives wait for their peers.
-        optimizer_on_reshape (`str`, *optional*, defaults to `"nearest"`):
-            Where the optimizer moments come from when `load_state` reads a checkpoint with another number of groups,
-            `"nearest"` or `"average"`.
+        settings (`Any`):
+            Every other setting of [`FederationConfig`] and every argument of the base class, by name.
+
+    Raises:
+        TypeError: If there is no such setting.
+        ValueError: If a setting is out of its range, or FSDP version 1 is asked for.
 
     Example:
 
@@ -64,13 +62,12 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     ```
     """
 
-    num_groups: int | None = field(default=None, metadata={"help": "Number of federation groups."})
-    sync_every: int | None = field(default=None, metadata={"help": "Optimizer steps between two averagings."})
-    bucket_size_bytes: int | None = field(default=None, metadata={"help": "Size of an exchange buffer in bytes."})
-    timeout_seconds: float | None = field(default=None, metadata={"help": "How long collectives wait for peers."})
-    optimizer_on_reshape: str | None = field(
-        default=None, metadata={"help": "Optimizer moments with another number of groups: nearest or average."}
-    )
+    def __init__(self, num_groups: int | None = None, sync_every: int | None = None, **settings: Any) -> None:
+        inherited = {item.name for item in dataclasses.fields(FullyShardedDataParallelPlugin)}
+        own = {name: value for name, value in settings.items() if name not in inherited}
+        self.federation_config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **own)
+        self._parallelism_config: FederatedParallelismConfig | None = None
+        super().__init__(**{name: value for name, value in settings.items() if name in inherited})
 
     def __post_init__(self) -> None:
         stated = vars(self)
@@ -80,14 +77,6 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         self.fsdp_version = version
         if stated["auto_wrap_policy"] is None and environment.launched_auto_wrap_policy() is None:
             self.auto_wrap_policy = "transformer_based_wrap"
-        self.federation_config = FederationConfig.from_arguments(
-            num_groups=self.num_groups,
-            sync_every=self.sync_every,
-            bucket_size_bytes=self.bucket_size_bytes,
-            timeout_seconds=self.timeout_seconds,
-            optimizer_on_reshape=self.optimizer_on_reshape,
-        )
-        self._parallelism_config: FederatedParallelismConfig | None = None
         super().__post_init__()
 
     @property

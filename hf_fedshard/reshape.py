@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import FederationLayout
+from .layout import FederationLayout
 
 
 def describe_reshape(saved: Mapping[str, Any], now: FederationLayout, rule: str) -> str | None:

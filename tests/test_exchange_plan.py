@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_fedshard.config import FederationLayout
 from hf_fedshard.exchange import plan_exchange
+from hf_fedshard.layout import FederationLayout
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

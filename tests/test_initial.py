@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_fedshard.config import FederationLayout
 from hf_fedshard.initial import broadcast_initial_state, verify_one_model
+from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.shards import local_shards, replicated_tensors
 from tests.harness.pool import WorkerPool

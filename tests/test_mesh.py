@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hf_fedshard import guard
-from hf_fedshard.config import FederationConfig, FederationLayout
+from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.parallelism import AccelerateMeshView, FederatedParallelismConfig
 from tests.harness.pool import WorkerPool

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_fedshard import guard
-from hf_fedshard.config import FederationConfig, FederationLayout
+from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.shards import reshard
