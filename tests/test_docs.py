@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 
 from hf_fedshard import FederationConfig
 from hf_fedshard.export import make_parser
@@ -92,6 +93,8 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         make_parser().parse_args(words[3:])
     elif words[0] == "python":
         _check_script(words[1], words[2:])
+    elif words[0] in ("sbatch", "recipes/launch/ssh.sh"):
+        _check_start_on_several_nodes(words)
     else:
         assert words[:2] == ["pip", "install"], words
         assert Path("setup.cfg").is_file()
@@ -110,6 +113,28 @@ def _check_launch(words: list[str]) -> None:
     assert size == args.num_processes
     if script not in SCRIPTS_OF_THE_USER:
         _check_script(script, script_args)
+
+
+def _check_start_on_several_nodes(words: list[str]) -> None:
+    """The launch file comes last but one, and says how many processes the nodes must have together."""
+    starter = next(word for word in words if word.startswith("recipes/launch/"))
+    assert Path(starter).is_file()
+    launch_file, script = words[words.index("accelerate_configs/multinode_fl_fsdp_4gpu.yaml") :]
+    _check_launch(["--config_file", launch_file, script])
+    if starter.endswith("ssh.sh"):
+        hosts, processes = words[1].split(","), int(words[2])
+        assert len(hosts) * processes == yaml.safe_load(Path(launch_file).read_text())["num_processes"]
+
+
+def test_messages_of_the_guide() -> None:
+    """Each message in the table of common errors is one that the package has."""
+    table = (ROOT / "docs" / "guide.md").read_text().partition("## Common errors")[2]
+    # Adjacent literals stand on several lines, and values in braces.
+    source = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in (ROOT / "hf_fedshard").glob("*.py")))
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    assert len(messages) > 8
+    foreign = [m for m in messages if not all(part.strip() in source for part in m.split("..."))]
+    assert foreign == ["Connection closed by peer"]  # of torch
 
 
 def _check_script(script: str, words: list[str]) -> None:
