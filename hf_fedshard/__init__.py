@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .metrics import RoundMetrics
     from .parallelism import FederatedParallelismConfig
     from .plugin import FederatedFSDPPlugin
+    from .preemption import TrainingPreempted
     from .rounds import Border, Rounds
     from .seams import UpstreamChangedError
 
@@ -41,6 +42,7 @@ _MODULES = {
     "FederationMismatchError": "handshake",
     "RoundMetrics": "metrics",
     "Rounds": "rounds",
+    "TrainingPreempted": "preemption",
     "UpstreamChangedError": "seams",
     "export_checkpoint": "export",
     "shutdown": "lifecycle",
@@ -57,6 +59,7 @@ __all__ = [
     "FederationMismatchError",
     "RoundMetrics",
     "Rounds",
+    "TrainingPreempted",
     "UpstreamChangedError",
     "export_checkpoint",
     "shutdown",
