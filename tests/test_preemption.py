@@ -12,7 +12,7 @@ from hf_fedshard.manifest import find_damage
 from tests.harness.checkpoint_runs import checkpoints, differences
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
-from tests.harness.preemption_runs import train
+from tests.harness.preemption_runs import Pause, train
 
 
 LIMIT = 60.0
@@ -43,7 +43,7 @@ def assert_alone(
     """Ends group 0 at one step and group 1 at an earlier or later one; nobody can come to the border in time."""
     whole = run(pool, folder / "whole", **options)
     half = pool.world_size // 2
-    waits = {rank: steps[1] for rank in range(half, pool.world_size)}
+    waits = dict.fromkeys(range(half, pool.world_size), steps[1])
     ended = run(pool, folder / "ended", ending=(signal_rank, steps[0], waits), grace_seconds=NO_TIME, **options)
     checkpoint = folder / "ended" / name
     for rank, result in enumerate(ended):
@@ -81,6 +81,33 @@ def test_alone(world4: WorkerPool, tmp_path: Path, case: str) -> None:
 
 def test_alone_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
     assert_alone(world8, tmp_path, (6, 5), "checkpoint-5", signal_rank=3, num_groups=2, sync_every=4)
+
+
+def test_alone_twice_in_one_round(world4: WorkerPool, tmp_path: Path) -> None:
+    whole = run(world4, tmp_path / "whole", sync_every=5)
+    for resume, steps in ((None, (3, 1)), (True, (4, 3))):
+        waits = dict.fromkeys((2, 3), steps[1])
+        ended = run(
+            world4, tmp_path / "ended", resume=resume, ending=(1, steps[0], waits), grace_seconds=NO_TIME, sync_every=5
+        )
+        assert [result["preempted"]["step"] for result in ended] == [steps[0], steps[0], steps[1], steps[1]]
+        assert checkpoints(tmp_path / "ended") == ["checkpoint-1"]
+    assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, sync_every=5))
+
+
+def test_the_border_is_given_up(world4: WorkerPool, tmp_path: Path) -> None:
+    """Group 1 hopes to come in time and then takes long; group 0 waits for it before its last step."""
+    whole = run(world4, tmp_path / "whole", sync_every=4)
+    ended = run(
+        world4,
+        tmp_path / "ended",
+        ending=(2, 5, {}),
+        grace_seconds=4.0,
+        callbacks=(Pause(2, 6, 3.0),),
+        sync_every=4,
+    )
+    assert [result["preempted"]["step"] for result in ended] == [7, 7, 6, 6]
+    assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, sync_every=4))
 
 
 # Rank that gets the signal, at which step, and where the run ends.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,45 @@ from hf_fedshard import TrainingPreempted
 
 from .checkpoint_runs import forget_meshes, make_trainer, state_of
 from .data import BatchRecorder
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> None:
+    """
+    Waits until something is so.
+
+    Args:
+        condition (`Callable`):
+            Says whether.
+        seconds (`float`, *optional*, defaults to 40.0):
+            How long at most.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Pause(TrainerCallback):
+    """
+    Makes a group slow once.
+
+    Args:
+        first_rank (`int`):
+            This rank and those after it are.
+        step (`int`):
+            In which step.
+        seconds (`float`):
+            How long it lasts.
+    """
+
+    def __init__(self, first_rank: int, step: int, seconds: float) -> None:
+        self.first_rank = first_rank
+        self.step = step
+        self.seconds = seconds
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step and dist.get_rank() >= self.first_rank:
+            time.sleep(self.seconds)
 
 
 class Ending(TrainerCallback):
@@ -36,16 +76,17 @@ class Ending(TrainerCallback):
         self.folder = Path(folder)
         self.signal_step = signal_step if dist.get_rank() == signal_rank else None
         self.wait_step = waits.get(dist.get_rank())
+        self.waiting = [self.folder / f"waiting-{rank}" for rank in waits]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.signal_step:
+            wait_for(lambda: all(path.exists() for path in self.waiting))
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.wait_step:
-            deadline = time.monotonic() + 60
-            while not list(self.folder.glob(".saving-checkpoint-*/*/*")) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            (self.folder / f"waiting-{dist.get_rank()}").touch()
+            wait_for(lambda: list(self.folder.glob(".saving-checkpoint-*/*/*")))
             time.sleep(0.25)  # longer than the store is left in peace
 
 
@@ -99,7 +140,7 @@ def train(
     assert signal.getsignal(signal.SIGTERM) == before
     history = trainer.state.log_history
     result = {
-        **({} if preempted else state_of(trainer)),
+        **state_of(trainer),
         "batches": recorder.batches,
         "losses": {row["step"]: row["loss"] for row in history if "loss" in row},
         "evaluated": {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row},
