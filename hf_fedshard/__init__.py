@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .metrics import RoundMetrics
     from .parallelism import FederatedParallelismConfig
     from .plugin import FederatedFSDPPlugin
+    from .preemption import TrainingPreempted
     from .rounds import Border, Rounds
     from .seams import UpstreamChangedError
 
@@ -42,6 +43,7 @@ _MODULES = {
     "FederationMismatchError": "handshake",
     "RoundMetrics": "metrics",
     "Rounds": "rounds",
+    "TrainingPreempted": "preemption",
     "UpstreamChangedError": "seams",
     "export_checkpoint": "export",
     "shutdown": "lifecycle",
@@ -58,6 +60,7 @@ __all__ = [
     "FederationMismatchError",
     "RoundMetrics",
     "Rounds",
+    "TrainingPreempted",
     "UpstreamChangedError",
     "export_checkpoint",
     "shutdown",

@@ -23,6 +23,7 @@ from .checkpoint import (
 from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints, rotate
 from .manifest import CheckpointError, has_manifest
 from .model_files import gather_adapters, write_model_files
+from .parts import refuse
 from .rank_state import load_rank_state, save_rank_state
 from .reshape import describe_reshape
 from .rounds import Rounds
@@ -178,6 +179,7 @@ class AcceleratorCheckpoints:
 
     def _load(self, folder: Path) -> None:
         accelerator = self.accelerator
+        refuse(folder, "accelerator.load_state: a Trainer wrote it, and resumes from it")
         load_model(folder, self.rounds.model)
         load_group_state(folder, self.rounds.model, self._group_state(), self.place, self.rule)
         saved = read_description(folder)

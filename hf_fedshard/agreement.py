@@ -43,13 +43,15 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
     agree("the federation", {**vars(config), **versions()}, error)
 
 
-def agree_on_training(trainer: Trainer) -> None:
+def agree_on_training(trainer: Trainer, at_border: bool = True) -> None:
     """
     Compares the schedule of a Trainer over all ranks. Collective over the world.
 
     Args:
         trainer (`Trainer`):
             The Trainer, prepared, with the callback handler's references set.
+        at_border (`bool`, defaults to `True`):
+            Whether all groups stand at one step. If not, their schedules give them other learning rates.
 
     Raises:
         FederationMismatchError: On every rank, if the ranks plan different schedules.
@@ -72,7 +74,8 @@ def agree_on_training(trainer: Trainer) -> None:
             "dataloader_drop_last": args.dataloader_drop_last,
             "train_sampling_strategy": str(getattr(args, "train_sampling_strategy", None)),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "optimizer": _describe_optimizer(trainer.optimizer),
+            "optimizer": _describe_optimizer(trainer.optimizer) if at_border else type(trainer.optimizer).__name__,
+            "enable_jit_checkpoint": args.enable_jit_checkpoint,
             "logging_steps": (str(args.logging_strategy), state.logging_steps),
             "eval_steps": (str(args.eval_strategy), state.eval_steps),
             "save_steps": (str(args.save_strategy), state.save_steps),
@@ -131,10 +134,10 @@ def _check_trainer(trainer: Trainer, callback_type: type) -> None:
             f"optim={args.optim} updates parameters inside the backward pass, before FSDP2 has reduced their gradients. "
             "Use another optimizer, such as adamw_torch."
         )
-    if args.enable_jit_checkpoint:
+    if args.enable_jit_checkpoint and args.save_only_model:
         raise ValueError(
-            "enable_jit_checkpoint=True saves from a timer of each rank, inside a round and not on all ranks at once. "
-            "Set it to False and save with save_steps."
+            "save_only_model=True leaves nothing to resume from, which is what enable_jit_checkpoint=True saves for. Set "
+            "one of them to False."
         )
     if args.save_on_each_node:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,9 +77,21 @@ class ModelAverager:
         self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
         self.note_trainable()
 
-    def note_trainable(self) -> None:
-        """Remembers what trains: a layer that is frozen again inside a round differs between the groups all the same."""
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parameters that train or have trained."""
+        return sorted(self._trained)
+
+    def note_trainable(self, before: Iterable[str] = ()) -> None:
+        """
+        Remembers what trains: a layer that is frozen again inside a round differs between the groups all the same.
+
+        Args:
+            before (`Iterable[str]`, *optional*):
+                What has trained earlier in a round that is resumed.
+        """
         self._trained |= {name for name, param in self.model.named_parameters() if param.requires_grad}
+        self._trained |= set(before)
 
     def collect(self) -> Held:
         """

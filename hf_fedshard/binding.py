@@ -19,6 +19,7 @@ from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
 from .trainer_checkpoint import TrainerCheckpoints
+from .trainer_preemption import TrainerPreemption
 
 
 Method = Callable[..., Any]
@@ -99,6 +100,9 @@ class TrainerBinding:
         self.checkpoints = TrainerCheckpoints(
             trainer, Place(parallelism.federation_layout, parallelism.mesh.group_index, parallelism.mesh.group), config
         )
+        self.preemption: TrainerPreemption | None = None
+        if trainer.args.enable_jit_checkpoint:
+            self.preemption = TrainerPreemption(trainer, self.checkpoints, config)
         self._patches = Patches()
         self._accelerator_patches: Patches | None = None
         self._bound_accelerator: Accelerator | None = None
@@ -117,6 +121,8 @@ class TrainerBinding:
         """
         # First, so that what follows wraps it: a border is made, then the checkpoint is saved.
         self.checkpoints.install()
+        if self.preemption is not None:
+            self.preemption.install()
         self.steps.install()
         replace, trainer = self._patches.replace, self.trainer
         replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
@@ -134,6 +140,8 @@ class TrainerBinding:
         self._release_accelerator()
         self._patches.undo()
         self.steps.remove()
+        if self.preemption is not None:
+            self.preemption.remove()
         self.checkpoints.remove()
 
     def _bind_accelerator(self) -> None:
@@ -168,8 +176,12 @@ class TrainerBinding:
         # `auto_find_batch_size` begins again inside one `train()`.
         self._end_session()
         self._bind_accelerator()
-        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config)
-        self.session.rounds.restore(self.checkpoints.round)
+        if self.preemption is not None:
+            self.preemption.begin()
+        progress = self.checkpoints.progress
+        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, progress)
+        if progress is None:
+            self.session.rounds.restore(self.checkpoints.round)
 
     def _end_session(self) -> None:
         if self.session is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .metrics import RoundMetrics
 from .parallelism import FederatedParallelismConfig
+from .seams import Patches, check_seam
 from .trainer_checkpoint import TrainerCheckpoints
+from .trainer_preemption import TrainerPreemption
 
 
 logger = logging.get_logger(__name__)
@@ -69,6 +72,8 @@ class FedAvgCallback(TrainerCallback):
         self._parallelism: FederatedParallelismConfig | None = None
         self._stock: dict[str, Any] = {}
         self._checkpoints: TrainerCheckpoints | None = None
+        self._preemption: TrainerPreemption | None = None
+        self._patches = Patches()
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,6 +114,8 @@ class FedAvgCallback(TrainerCallback):
         agree_on_launch(trainer, type(self), self.config)
         layout = layout_for(self.config, state.num_processes, stated_sizes(state.parallelism_config))
         self._bound_to = trainer
+        check_seam(Trainer, "_load_callback_state", ())
+        self._patches.replace(trainer, "_load_callback_state", self._load_callback_state)
         if layout.num_groups == 1:
             if state.is_main_process:
                 logger.warning("num_groups=1: training with plain FSDP or HSDP, there is nothing to average.")
@@ -116,6 +123,9 @@ class FedAvgCallback(TrainerCallback):
             world: Any = dist.group.WORLD
             self._checkpoints = TrainerCheckpoints(trainer, Place(layout, 0, world), self.config)
             self._checkpoints.install()
+            if trainer.args.enable_jit_checkpoint:
+                self._preemption = TrainerPreemption(trainer, self._checkpoints, self.config)
+                self._preemption.install()
             return
         check_seams()
         stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
@@ -138,6 +148,32 @@ class FedAvgCallback(TrainerCallback):
         session = None if self._binding is None else self._binding.session
         return None if session is None else session.last_round
 
+    def _load_callback_state(self, original: Callable[[], None]) -> Callable[[], None]:
+        """A callback that keeps state of its own (`ExportableState`) is built anew by Trainer, and would be bound to nothing."""
+
+        def load_callback_state() -> None:
+            original()
+            assert self._bound_to is not None
+            for callback in self._bound_to.callback_handler.callbacks:
+                if isinstance(callback, FedAvgCallback) and callback._bound_to is None:
+                    callback._take_over(self)
+
+        return load_callback_state
+
+    def _take_over(self, other: FedAvgCallback) -> None:
+        """Stands in for another callback. Its settings hold, with which the mesh was made, whatever the checkpoint says."""
+        if self.config != other.config:
+            logger.warning(
+                "The checkpoint holds other settings of %s (%s) than this run (%s); those of this run hold.",
+                type(self).__name__,
+                self.config,
+                other.config,
+            )
+        self.config = other.config
+        self._bound_to, self._binding, self._parallelism = other._bound_to, other._binding, other._parallelism
+        self._checkpoints, self._preemption = other._checkpoints, other._preemption
+        self._stock, self._patches = other._stock, other._patches
+
     def _put_in_force(self) -> None:
         """Puts the federated mesh into Accelerate's shared state, before a model is prepared on it."""
         assert self._bound_to is not None and self._parallelism is not None
@@ -159,7 +195,10 @@ class FedAvgCallback(TrainerCallback):
                 )
             self._take_back()
             self._binding.remove()
+        self._patches.undo()
+        if self._preemption is not None:
+            self._preemption.remove()
         if self._checkpoints is not None:
             self._checkpoints.remove()
-        self._bound_to = self._binding = self._parallelism = self._checkpoints = None
+        self._bound_to = self._binding = self._parallelism = self._checkpoints = self._preemption = None
         self._stock = {}

@@ -64,9 +64,9 @@ class GroupState:
     others: Mapping[str, Any] = field(default_factory=dict)
 
 
-def together(what: str, error: BaseException | None) -> None:
+def together(what: str, error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
     """
-    Makes an error of one rank an error of all. Collective over the world; every rank calls it, whether it failed or not,
+    Makes an error of one rank an error of all. Collective over the group; every rank calls it, whether it failed or not,
     so none is left waiting for one that has gone.
 
     Args:
@@ -74,14 +74,17 @@ def together(what: str, error: BaseException | None) -> None:
             What was being done, for the message.
         error (`BaseException`, *optional*):
             What went wrong on this rank.
+        group (`ProcessGroup`, *optional*):
+            The ranks; `None` for the world.
 
     Raises:
         CheckpointError: On every rank, if anything went wrong on any.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
+    ranks_of_group = dist.get_process_group_ranks(group)
+    everyone: list[Any] = [None] * len(ranks_of_group)
+    dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}", group=group)
     failed: dict[str, list[int]] = {}
-    for rank, message in enumerate(everyone):
+    for rank, message in zip(ranks_of_group, everyone, strict=True):
         if message is not None:
             # What was found together before says so already.
             message = message.removeprefix("CheckpointError: ").removeprefix(f"{what} failed. ")
@@ -120,24 +123,29 @@ def save_federation(
     state: GroupState,
     place: Place,
     description: Mapping[str, Any],
+    scope: dist.ProcessGroup | None = None,
 ) -> dict[str, int]:
     """
-    Writes a model and the groups' states at a border. Collective over the world.
+    Writes a model and the groups' states: at a border, collective over the world; inside a round one group's alone,
+    collective over the group.
 
-    Order on every rank: what all ranks hold together, over the world; each group's optimizer tensors, inside the group;
-    one agreement over the world. A rank that fails in one of them takes part in the next, so nobody waits for it.
+    Order on every rank: what all ranks of the scope hold together, over the scope; each group's optimizer tensors, inside
+    the group; one agreement over the scope. A rank that fails in one of them takes part in the next, so nobody waits for
+    it.
 
     Args:
         folder (`Path`):
             The checkpoint.
         model (`nn.Module`):
-            The prepared model; all groups hold the same bits.
+            The prepared model; all ranks of the scope hold the same bits.
         state ([`GroupState`]):
             This group's.
         place ([`Place`]):
             This rank's.
         description (`Mapping[str, Any]`):
             More about the run: `round`, `global_step`, `sync_every`.
+        scope (`ProcessGroup`, *optional*):
+            The ranks that save together: `None` for the world, or the group of `place`.
 
     Returns:
         `dict[str, int]`: crc32 of the files that this rank has written, by path in `folder`.
@@ -152,10 +160,10 @@ def save_federation(
     except ValueError as problem:
         error = problem
     # Before the first collective: a state that cannot be stored is found on some ranks only, after skipped steps say.
-    together("Saving a checkpoint", error)
+    together("Saving a checkpoint", error, scope)
     tensors, values = taken
     try:
-        checksums = save_tensors(model_tensors(model), folder / MODEL_FOLDER, None)
+        checksums = save_tensors(model_tensors(model), folder / MODEL_FOLDER, scope)
         written |= {f"{MODEL_FOLDER}/{name}": crc32 for name, crc32 in checksums.items()}
     except CheckpointError as problem:
         error = problem
@@ -167,11 +175,11 @@ def save_federation(
             written |= {f"{own}/{name}": crc32 for name, crc32 in checksums.items()}
             if place.group.rank() == 0:
                 write_json(folder / own / "state.json", values)
-            if dist.get_rank() == 0:
+            if dist.get_rank(scope) == 0:
                 write_json(folder / DESCRIPTION_NAME, {**_describe(model, place), **description})
         except (CheckpointError, OSError, ValueError) as problem:
             error = problem
-    together("Saving a checkpoint", error)
+    together("Saving a checkpoint", error, scope)
     return written
 
 

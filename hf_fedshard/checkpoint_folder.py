@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 from .checkpoint import DESCRIPTION_NAME, together
 from .manifest import MANIFEST_NAME, CheckpointError, find_damage, has_manifest, write_manifest
+from .parts import PART, complete, is_undamaged, kind_of
 
 
 logger = logging.getLogger(__name__)
 
-_SAVING = ".saving-"
+SAVING = ".saving-"
+"""What stands before the name of a checkpoint while it is written."""
 _REMOVING = ".removing-"
 _NAME = re.compile(r"^checkpoint[-_](\d+)$")  # Trainer's, and Accelerate's automatic ones
 
@@ -37,7 +39,7 @@ class Staging:
 
     def __init__(self, final: Path) -> None:
         self.final = final
-        self.parent = final.parent / f"{_SAVING}{final.name}"
+        self.parent = final.parent / f"{SAVING}{final.name}"
         self.folder = self.parent / final.name
 
     def begin(self) -> None:
@@ -100,9 +102,7 @@ def put_in_place(folder: Path, final: Path) -> None:
         final (`Path`):
             Its name.
     """
-    for path in [*folder.rglob("*"), folder]:
-        if path.is_dir():
-            _sync_folder(path)
+    sync_tree(folder)
     old = final.parent / f"{_REMOVING}{final.name}"
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -110,6 +110,19 @@ def put_in_place(folder: Path, final: Path) -> None:
     os.rename(folder, final)
     _sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """
+    Puts the names of all files of a folder on the disk.
+
+    Args:
+        folder (`Path`):
+            The folder.
+    """
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            _sync_folder(path)
 
 
 def remove(folder: Path) -> None:
@@ -134,8 +147,10 @@ def clean_up(run_dir: Path) -> None:
         run_dir (`Path`):
             The folder of the checkpoints. Called on one rank, before training.
     """
-    for parent in sorted(run_dir.glob(f"{_SAVING}*")):
-        name = parent.name.removeprefix(_SAVING)
+    for parent in sorted(run_dir.glob(f"{SAVING}*")):
+        name = parent.name.removeprefix(SAVING)
+        if is_undamaged(parent / name):
+            complete(parent / name)
         if (parent / name / MANIFEST_NAME).exists() and not find_damage(parent / name):
             logger.warning("The last run was ended while it saved %s; it was complete and is kept.", run_dir / name)
             put_in_place(parent / name, run_dir / name)
@@ -234,6 +249,8 @@ def _problem(folder: Path) -> str | None:
 def _unfit(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder."
+    if kind_of(folder) == PART:
+        return f"it is the part of one group. Give the checkpoint itself, {folder.parent}."
     if not has_manifest(folder):
         return (
             "it was not saved by hf_fedshard. A stock checkpoint of a federated run holds one optimizer state, mixed or "

@@ -41,6 +41,9 @@ class FederationConfig:
         optimizer_on_reshape (`str`, defaults to `"nearest"`):
             Where the groups' optimizer moments come from when a run resumes from a checkpoint with another number of
             groups: `"nearest"`, the group at the same place in the row of groups, or `"average"`, the mean of all.
+        preemption_grace_seconds (`float`, defaults to `20`):
+            With `TrainingArguments(enable_jit_checkpoint=True)`: time between SIGTERM and the kill, in which the run has to
+            save and leave. Half of it, or more where checkpoints take longer, is kept for saving.
 
     Raises:
         ValueError: If a value is out of its range; the message names the field, the value and what is allowed.
@@ -52,6 +55,7 @@ class FederationConfig:
     log_every_rounds: int = 1
     timeout_seconds: float | None = None
     optimizer_on_reshape: str = "nearest"
+    preemption_grace_seconds: float = 20.0
 
     def __post_init__(self) -> None:
         if self.num_groups is not None:
@@ -59,10 +63,9 @@ class FederationConfig:
         _check_int("sync_every", self.sync_every, minimum=1)
         _check_int("bucket_size_bytes", self.bucket_size_bytes, minimum=1024)
         _check_int("log_every_rounds", self.log_every_rounds, minimum=0)
-        seconds = self.timeout_seconds
-        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if seconds is not None and not (number and 0 < seconds < math.inf):
-            raise ValueError(f"timeout_seconds must be a positive number, but got {seconds!r}.")
+        if self.timeout_seconds is not None:
+            _check_seconds("timeout_seconds", self.timeout_seconds)
+        _check_seconds("preemption_grace_seconds", self.preemption_grace_seconds)
         if self.optimizer_on_reshape not in RESHAPE_RULES:
             raise ValueError(
                 f"optimizer_on_reshape must be one of {', '.join(RESHAPE_RULES)}, but got "
@@ -110,6 +113,12 @@ class FederationConfig:
 def _check_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer of at least {minimum}, but got {value!r}.")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):
+        raise ValueError(f"{name} must be a positive number, but got {value!r}.")
 
 
 def _parse(name: str, text: str, kind: Any) -> Any:

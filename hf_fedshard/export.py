@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from .checkpoint import DESCRIPTION_NAME, MODEL_FOLDER, read_description
+from .group_checkpoint import BUFFERS_FOLDER
 from .manifest import CheckpointError, find_damage, has_manifest
+from .parts import IN_PARTS, kind_of, part_name
+from .shards import accumulation_dtype
 from .tensor_store import load_tensors, stored_tensors
 
 
@@ -33,6 +36,8 @@ def export_checkpoint(
     """
     Writes a checkpoint as a `save_pretrained` folder: safetensors, configuration, generation configuration, tokenizer;
     of a PEFT run the adapters alone. Needs one process, whatever number trained, and holds the weights once.
+
+    Of a checkpoint that each group saved alone, inside a round, it writes the average of the groups.
 
     Args:
         checkpoint (`str` or `Path`):
@@ -75,11 +80,21 @@ def export_checkpoint(
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(damage[:5])}.")
     whole = not (checkpoint / DESCRIPTION_NAME).exists()
     adapters = [] if whole else read_description(checkpoint)["adapters"]
+    parts = []
+    if kind_of(checkpoint) == IN_PARTS:
+        parts = [checkpoint / part_name(index) for index in range(read_description(checkpoint)["num_groups"])]
+        if adapters:
+            raise CheckpointError(
+                f"{checkpoint} holds other adapters for each group, saved inside a round. Resume the run until it saves "
+                "at the end of a round, and export that."
+            )
     output.mkdir(parents=True, exist_ok=True)
     # `save_only_model` wrote the weights as they are to be; PEFT wrote the adapters by its own rules.
-    _copy_files(checkpoint, output, with_weights=whole or bool(adapters))
+    files = parts[0] if parts else checkpoint
+    _copy_files(files, output, with_weights=whole or bool(adapters))
     if not whole and not adapters:
-        _write_weights(checkpoint, output, max_shard_size, dtype, trust_remote_code)
+        state = _average(parts, dtype) if parts else _read(checkpoint, dtype)
+        _write_weights(files, state, output, max_shard_size, trust_remote_code)
     elif dtype is not None:
         logger.warning("dtype=%s is without effect: the weights are copied as they were saved.", dtype)
     return output
@@ -96,15 +111,44 @@ def _copy_files(checkpoint: Path, output: Path, with_weights: bool) -> None:
             shutil.copy2(path, output / path.name)
 
 
-def _write_weights(
-    checkpoint: Path, output: Path, max_shard_size: str | int, dtype: str | None, trust_remote_code: bool
-) -> None:
+def _read(checkpoint: Path, dtype: str | None) -> dict[str, torch.Tensor]:
     state = {}
     for name, stored in stored_tensors(checkpoint / MODEL_FOLDER).items():
         floating = stored.dtype.is_floating_point
         kind = getattr(torch, dtype) if dtype is not None and floating else stored.dtype
         state[name] = torch.empty(stored.shape, dtype=kind)
     load_tensors(state, checkpoint / MODEL_FOLDER)
+    return state
+
+
+def _average(parts: list[Path], dtype: str | None) -> dict[str, torch.Tensor]:
+    """What a border would have made of the groups' models, tensor by tensor: parameters, and the buffers of all ranks."""
+    buffers: dict[str, list[tuple[Path, str]]] = {}
+    for part in parts:
+        for name in stored_tensors(part / BUFFERS_FOLDER):
+            buffers.setdefault(name.partition("/")[2], []).append((part / BUFFERS_FOLDER, name))
+    state = {}
+    for name, stored in stored_tensors(parts[0] / MODEL_FOLDER).items():
+        sources = buffers.get(name) or [(part / MODEL_FOLDER, name) for part in parts]
+        total = torch.zeros(stored.shape, dtype=accumulation_dtype(stored.dtype))
+        if not stored.dtype.is_floating_point:
+            sources = sources[:1]  # counters, as at a border
+        for folder, stored_name in sources:
+            part_of_sum = torch.empty_like(total)
+            load_tensors({stored_name: part_of_sum}, folder)
+            total += part_of_sum
+        kind = getattr(torch, dtype) if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+        state[name] = (total / len(sources) if len(sources) > 1 else total).to(kind)
+    return state
+
+
+def _write_weights(
+    checkpoint: Path,
+    state: dict[str, torch.Tensor],
+    output: Path,
+    max_shard_size: str | int,
+    trust_remote_code: bool,
+) -> None:
     model = _empty_model(checkpoint, trust_remote_code)
     if model is None:
         from huggingface_hub import save_torch_state_dict

@@ -114,12 +114,15 @@ class Tally:
             Sum of training losses. Stays on the device: reading it would make every step wait for the device.
         num_losses (`int`, defaults to `0`):
             How many losses are in the sum.
+        waited_seconds (`float`, defaults to `0.0`):
+            Time that was spent waiting for other groups before the border.
     """
 
     started: float = field(default_factory=time.perf_counter)
     tokens: float = 0
     loss_sum: torch.Tensor | float = 0.0
     num_losses: int = 0
+    waited_seconds: float = 0.0
 
     def seconds(self) -> float:
         """Seconds since the round began."""

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,8 @@ class Rounds:
         optimizers (`Iterable[torch.optim.Optimizer]`, *optional*):
             The inner optimizers. Their state stays with each group; a group that was left out of an average because
             its parameters were not finite starts with fresh moments.
+        one_model (`bool`, defaults to `True`):
+            Whether all groups are to start with group 0's weights and buffers. Not where they resume inside a round.
 
     Construction is collective over the world: it compares parameters between ranks, broadcasts group 0's weights and
     buffers, and verifies them.
@@ -71,6 +74,7 @@ class Rounds:
         mesh: FederationMesh,
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
+        one_model: bool = True,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -83,7 +87,7 @@ class Rounds:
             drop_stale_state(optimizer)
         reshard(model)
         agree_on_model(model, self.optimizers, mesh, config)
-        if mesh.layout.num_groups > 1:
+        if mesh.layout.num_groups > 1 and one_model:
             broadcast_initial_state(model, mesh)
         self.averager = ModelAverager(model, mesh, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
@@ -185,6 +189,46 @@ class Rounds:
         self._next_round()
         self.round = round
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands inside the round, as plain values."""
+        return {
+            "round": self.round,
+            "steps": self.steps,
+            "num_optimizer_steps": self.num_optimizer_steps,
+            "trained": self.averager.trained,
+            "seconds": self._tally.seconds(),
+            "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Told that the model was replaced by what this rank's group held inside a round.
+
+        Args:
+            state (`Mapping[str, Any]`):
+                From [`~Rounds.state_dict`], of the same group.
+        """
+        self.round = state["round"]
+        self.steps = state["steps"]
+        self.num_optimizer_steps = state["num_optimizer_steps"]
+        self.averager.note_trainable(state["trained"])
+        self._tally = Tally(started=time.perf_counter() - state["seconds"], **state["tally"])
+
+    @property
+    def seconds_per_step(self) -> float:
+        """How long a step of this round takes, waiting for other groups left aside; 0 before the first."""
+        return (self._tally.seconds() - self._tally.waited_seconds) / self.steps if self.steps else 0.0
+
+    def note_wait(self, seconds: float) -> None:
+        """
+        Told that this rank has waited for other groups before the border, for the metrics.
+
+        Args:
+            seconds (`float`):
+                How long.
+        """
+        self._tally.waited_seconds += seconds
+
     @property
     def at_border(self) -> bool:
         """
@@ -220,7 +264,8 @@ class Rounds:
             return self._close_alone(votes, sums)
         held = self.averager.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
-        row = self._row(held, self._tally.seconds())
+        waited = self._tally.waited_seconds
+        row = self._row(held, self._tally.seconds() - waited)
         row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
         row.update({f"sum/{name}": value for name, value in sums.items()})
         rows, wait_seconds = exchange_rows(row, self.mesh)
@@ -232,7 +277,7 @@ class Rounds:
             round=self.round + 1,
             steps=self.steps,
             seconds=self._tally.seconds(),
-            wait_seconds=wait_seconds,
+            wait_seconds=waited + wait_seconds,
             sync_seconds=time.perf_counter() - start,
             bytes_sent=int(rows["slow_bytes"][self.mesh.group_index]),
             drift=drift,

@@ -12,15 +12,22 @@ from transformers.utils import logging
 
 from . import guard
 from .agreement import agree_on_training
+from .checkpoint import together
 from .config import FederationConfig
+from .manifest import CheckpointError
 from .mesh import FederationMesh
 from .metrics import RoundMetrics, exchange_rows
+from .preemption import TrainingPreempted
 from .rounds import Rounds
 from .seams import check_attribute
+from .trainer_preemption import TrainerPreemption
 
 
 logger = logging.get_logger(__name__)
 
+# Of Trainer, counted from the last log: exact logs need them where a run resumes inside a round.
+TRAINER_COUNTERS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+TO_END = "to end"
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 
 
@@ -35,23 +42,35 @@ class TrainingSession:
             The federation.
         config ([`FederationConfig`]):
             Its settings.
+        preemption ([`TrainerPreemption`], *optional*):
+            Ends the run before its time, if the run allows that.
+        progress (`dict[str, Any]`, *optional*):
+            Where this rank stood inside a round, to go on from there: [`~TrainingSession.state_dict`].
 
     Raises:
         FederationMismatchError: On every rank, if the ranks plan different schedules or hold different models.
         ValueError: On every rank, if the model cannot be federated.
     """
 
-    def __init__(self, trainer: Trainer, mesh: FederationMesh, config: FederationConfig) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        mesh: FederationMesh,
+        config: FederationConfig,
+        preemption: TrainerPreemption | None = None,
+        progress: dict[str, Any] | None = None,
+    ) -> None:
         self.trainer = trainer
         self.mesh = mesh
         self.config = config
+        self.preemption = preemption
         self.in_round = False
-        for attribute in ("_tr_loss", "_globalstep_last_logged"):
+        for attribute in TRAINER_COUNTERS:
             check_attribute(trainer, attribute)
-        agree_on_training(trainer)
+        agree_on_training(trainer, at_border=progress is None)
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         model: Any = trainer.model
-        self.rounds = Rounds(model, mesh, config, [optimizer])
+        self.rounds = Rounds(model, mesh, config, [optimizer], one_model=progress is None)
         # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
         self._at_border = False
         # Whole epochs behind a resumed run; a fraction is exact only to rounding.
@@ -67,6 +86,10 @@ class TrainingSession:
         self._pending_flags: set[str] = set()
         self._pending_logs: dict[str, float] = {}
         self.last_round: RoundMetrics | None = None
+        self._alone_at_epoch_end = False
+        self._still_to_arrive = False
+        if progress is not None:
+            self._load_state_dict(progress)
         if config.sync_every > trainer.state.max_steps and trainer.is_world_process_zero():
             logger.warning(
                 "sync_every=%d is more than the %d steps of this run: the groups are averaged once, at its end.",
@@ -75,6 +98,38 @@ class TrainingSession:
             )
         samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
         logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands between two steps of a round: what Trainer's own state does not hold."""
+        return {
+            "rounds": self.rounds.state_dict(),
+            "pending_flags": sorted(self._pending_flags),
+            "losses_before": self._losses_before,
+            "tokens_seen_before": self._tokens_seen_before,
+            "trainer": {name: getattr(self.trainer, name) for name in TRAINER_COUNTERS},
+        }
+
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        trainer: Any = self.trainer
+        steps = state["rounds"]["steps"]
+        left = min(self.config.sync_every - steps, trainer.state.max_steps - trainer.state.global_step)
+        error = None
+        if left < 1:
+            error = CheckpointError(
+                f"This group stands at step {trainer.state.global_step}, and the run ends at step "
+                f"{trainer.state.max_steps}. Resume with the max_steps or num_train_epochs of the run that was ended."
+            )
+        together("Resuming", error)
+        self.rounds.load_state_dict(state["rounds"])
+        self._pending_flags = set(state["pending_flags"])
+        self._losses_before = state["losses_before"]
+        self._tokens_seen_before = state["tokens_seen_before"]
+        for name, value in state["trainer"].items():
+            held = getattr(trainer, name)
+            setattr(trainer, name, value.to(held.device) if isinstance(held, torch.Tensor) else value)
+        self.in_round = True
+        # Its last step is the next one, and the others are told before it.
+        self._still_to_arrive = left == 1
 
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
@@ -106,7 +161,8 @@ class TrainingSession:
             self._end_step(state, control)
         elif event == "on_epoch_end":
             self._end_epoch(state, control)
-        elif event == "on_train_end" and self.in_round and not self.rounds.at_border:
+        elif event == "on_train_end" and self.in_round and not self.rounds.at_border and not self._leaving:
+            self._wait_for_border()
             self._close(state, control)
 
     def after_border(self, control: TrainerControl) -> None:
@@ -120,6 +176,8 @@ class TrainingSession:
         """
         if self._at_border:
             self._share(control, ("should_training_stop", "should_epoch_stop"))
+            if self.preemption is not None and self.preemption.due:
+                self.preemption.leave_border()
 
     def count_tokens(self, batches: list[Any]) -> None:
         """
@@ -146,11 +204,15 @@ class TrainingSession:
         A border for what is called directly inside a round, `trainer.evaluate()` in a callback for example: the round
         is closed first. Like the call itself, this needs every rank to make it at the same step.
         """
+        if self._leaving:
+            raise TrainingPreempted("", self.trainer.state.global_step)
         inside = self.in_round
         if inside:
             state = self.trainer.state
             self._count_steps(state)
             if not self.rounds.at_border:
+                self._hold_back(self.trainer.control)
+                self._wait_for_border()
                 self._close(state, self.trainer.control)
             self.in_round = False
         try:
@@ -165,6 +227,9 @@ class TrainingSession:
         self._epoch_is_empty = False
         self._at_border = False
         self.in_round = True
+        if self._still_to_arrive:
+            self._still_to_arrive = False
+            self._wait_for_border()
         self.rounds.begin_step()
         if self._losses_before is None:
             self._losses_before = self._train_losses()
@@ -178,8 +243,15 @@ class TrainingSession:
             self._share(control, FLAGS)
             return
         self._hold_back(control)
-        if self.rounds.steps >= self.config.sync_every or state.global_step >= state.max_steps:
+        steps_left = min(self.config.sync_every - self.rounds.steps, state.max_steps - state.global_step)
+        if steps_left <= 0:
+            # With pre-emption, all groups have said one step ago that they would come.
             self._close(state, control)
+        elif self.preemption is not None and self.preemption.after_step(self.rounds, steps_left, self._border_seconds):
+            # An epoch that ends with this step has callbacks to be called, whose requests belong to what is saved.
+            self._alone_at_epoch_end = float(state.epoch or 0).is_integer()
+            if not self._alone_at_epoch_end:
+                self.preemption.leave_alone(self.rounds, self.state_dict())
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
         if self._epoch_is_empty and state.global_step == 0:
@@ -197,14 +269,44 @@ class TrainingSession:
             self.in_round = False
             return
         self._hold_back(control)
+        if self._alone_at_epoch_end:
+            assert self.preemption is not None
+            self.preemption.leave_alone(self.rounds, self.state_dict())
         if ends_here:
+            self._wait_for_border()
             self._close(state, control)
+
+    @property
+    def _leaving(self) -> bool:
+        return self.preemption is not None and self.preemption.leaving
+
+    @property
+    def _border_seconds(self) -> float:
+        return self.last_round.sync_seconds if self.last_round is not None else 0.0
+
+    def _wait_for_border(self) -> None:
+        """Before a border that was not announced at the end of a step: with pre-emption another group may have left."""
+        if self.preemption is not None and not self.preemption.protocol.wait_for_border(
+            self.rounds.round, self._border_seconds
+        ):
+            self.preemption.leave_alone(self.rounds, self.state_dict())
 
     def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
         """At a border: what any rank asks for holds for all."""
-        rows, _ = exchange_rows({flag: float(getattr(control, flag)) for flag in flags}, self.mesh)
+        asked = {flag: bool(getattr(control, flag)) for flag in flags} | self._asked_to_end()
+        rows, _ = exchange_rows({name: float(value) for name, value in asked.items()}, self.mesh)
         for flag in flags:
             setattr(control, flag, any(rows[flag]))
+        self._end_if_asked(control, any(rows.get(TO_END, ())))
+
+    def _asked_to_end(self) -> dict[str, bool]:
+        return {} if self.preemption is None else {TO_END: self.preemption.protocol.requested()}
+
+    def _end_if_asked(self, control: TrainerControl, asked: bool) -> None:
+        """At a border, with what any rank has asked. A training that ends here anyway comes to its end."""
+        ends = control.should_training_stop or self.trainer.state.global_step >= self.trainer.state.max_steps
+        if self.preemption is not None and asked and not ends and not self.preemption.due:
+            self.preemption.end_at_border(control)
 
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
@@ -226,16 +328,18 @@ class TrainingSession:
             rounds.add_loss(self._train_losses() - self._losses_before, num_losses=rounds.steps)
         # Inside a round Trainer counts as if all groups saw as many tokens as this one; the true sum is due now.
         seen = (state.num_input_tokens_seen - self._tokens_seen_before) / self.mesh.layout.world_size
-        border = rounds.close({flag: flag in self._pending_flags for flag in FLAGS}, {"tokens_seen": seen})
+        votes = {flag: flag in self._pending_flags for flag in FLAGS} | self._asked_to_end()
+        border = rounds.close(votes, {"tokens_seen": seen})
         self._tokens_seen_before += round(border.sums["tokens_seen"])
         state.num_input_tokens_seen = self._tokens_seen_before
         self._losses_before = None
         self._pending_flags.clear()
         self.in_round = False
         self._at_border = True
-        for flag, wanted in border.votes.items():
-            if wanted:
+        for flag in FLAGS:
+            if border.votes[flag]:
                 setattr(control, flag, True)
+        self._end_if_asked(control, border.votes.get(TO_END, False))
         self.last_round = border.metrics
         every = self.config.log_every_rounds
         if every and border.metrics.round % every == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ from .checkpoint import (
 )
 from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints, rotate
 from .config import FederationConfig
+from .group_checkpoint import load_buffers, load_progress
 from .manifest import CheckpointError
 from .model_files import gather_adapters
+from .parts import IN_PARTS, PART, check_same_run, kind_of, part_name
 from .reshape import describe_reshape
 from .seams import Patches, check_attribute, check_seam
 
@@ -55,6 +58,7 @@ SEAMS = {
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_load_scaler": ("checkpoint",),
     "_load_best_model": (),
+    "_load_rng_state": ("checkpoint",),
 }
 
 
@@ -93,6 +97,10 @@ class TrainerCheckpoints:
         self.config = config
         self.round = 0
         """Rounds behind the model: to be kept up to date by whoever counts them, and restored by a resume."""
+        self.progress: dict[str, Any] | None = None
+        """Where this rank stood, if the run resumes inside a round."""
+        self.pending_evaluation = False
+        """Whether the checkpoint that is saved next leaves an evaluation out, and later whether it is to be made up for."""
         self._patches = Patches()
         self._written: dict[str, int] = {}
         self._saving = False
@@ -110,6 +118,7 @@ class TrainerCheckpoints:
         replace(trainer, "_load_from_checkpoint", lambda original: self._load_weights)
         replace(trainer, "_load_optimizer_and_scheduler", lambda original: self._load_state)
         replace(trainer, "_load_best_model", self._load_best_model)
+        replace(trainer, "_load_rng_state", self._load_rng_state)
 
     def remove(self) -> None:
         """Puts every method back."""
@@ -126,6 +135,7 @@ class TrainerCheckpoints:
                     error = problem
             together("Cleaning the output directory", error)
             self.round = 0
+            self.progress, self.pending_evaluation = None, False
             if not resume_from_checkpoint:
                 return original(None, *args, **kwargs)
             if resume_from_checkpoint is True:
@@ -136,11 +146,33 @@ class TrainerCheckpoints:
                     raise ValueError(f"No valid checkpoint found in output directory ({run_dir})")
                 resume_from_checkpoint = str(newest[0])
             check_whole(Path(resume_from_checkpoint))
-            return original(resume_from_checkpoint, *args, **kwargs)
+            if kind_of(Path(resume_from_checkpoint)) != IN_PARTS:
+                return original(resume_from_checkpoint, *args, **kwargs)
+            return self._resume_part(original, Path(resume_from_checkpoint), *args, **kwargs)
 
         return train
 
-    def _group_state(self) -> GroupState:
+    def _resume_part(self, original: Method, folder: Path, *args: Any, **kwargs: Any) -> Any:
+        """Inside a round each group reads a checkpoint of its own: its step, its log, its weights."""
+        error: Exception | None = None
+        try:
+            check_same_run(folder, self.place.layout, self.config.sync_every)
+        except CheckpointError as problem:
+            error = problem
+        together("Resuming", error)
+        arguments = self.trainer.args
+        at_start, arguments.eval_on_start = arguments.eval_on_start, False
+        if at_start and dist.get_rank() == 0:
+            logger.warning(
+                "eval_on_start is without effect: the run resumes inside a round, where there is no one model."
+            )
+        try:
+            return original(str(folder / part_name(self.place.group_index)), *args, **kwargs)
+        finally:
+            arguments.eval_on_start = at_start
+
+    def group_state(self) -> GroupState:
+        """What belongs to this rank's group alone."""
         trainer = self.trainer
         others: dict[str, Any] = {"schedule": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
@@ -242,8 +274,9 @@ class TrainerCheckpoints:
             "round": self.round,
             "global_step": trainer.state.global_step,
             "sync_every": self.config.sync_every,
+            "pending_evaluation": self.pending_evaluation,
         }
-        self._written |= save_federation(Path(output_dir), trainer.model, self._group_state(), self.place, description)
+        self._written |= save_federation(Path(output_dir), trainer.model, self.group_state(), self.place, description)
 
     # ---- resuming ----
 
@@ -251,7 +284,10 @@ class TrainerCheckpoints:
         folder = Path(resume_from_checkpoint)
         error: Exception | None = None
         try:
-            load_model(folder, self.trainer.model if model is None else model)
+            model = self.trainer.model if model is None else model
+            load_model(folder, model)
+            if kind_of(folder) == PART:
+                load_buffers(folder, model, self.place.group.rank())
         except CheckpointError as problem:
             error = problem
         together("Resuming", error)
@@ -262,9 +298,12 @@ class TrainerCheckpoints:
         folder, rule = Path(checkpoint), self.config.optimizer_on_reshape
         error: Exception | None = None
         try:
-            load_group_state(folder, self.trainer.model, self._group_state(), self.place, rule)
-            self.round = int(read_description(folder)["round"])
-            sentence = describe_reshape(read_description(folder), self.place.layout, rule)
+            load_group_state(folder, self.trainer.model, self.group_state(), self.place, rule)
+            description = read_description(folder)
+            self.round = int(description["round"])
+            self.pending_evaluation = bool(description.get("pending_evaluation"))
+            self.progress = load_progress(folder) if kind_of(folder) == PART else None
+            sentence = describe_reshape(description, self.place.layout, rule)
             if sentence and dist.get_rank() == 0:
                 logger.warning(sentence)
         except CheckpointError as problem:
@@ -281,3 +320,20 @@ class TrainerCheckpoints:
             self._load_weights(str(best), self.trainer.model)
 
         return load_best_model
+
+    def _load_rng_state(self, original: Method) -> Method:
+        def load_rng_state(checkpoint: str | None) -> None:
+            original(checkpoint)
+            if not self.pending_evaluation:
+                return
+            # The run was ended at a border where an evaluation was due. Here, after the random states are restored and
+            # before the first step, everything is as it was there. All ranks have read the same description.
+            self.pending_evaluation = False
+            trainer = self.trainer
+            trainer.control.should_evaluate = True
+            trainer._maybe_log_save_evaluate(
+                trainer._tr_loss, None, trainer.model_wrapped, None, trainer.state.epoch, None, time.time()
+            )
+            trainer.control.should_evaluate = False
+
+        return load_rng_state

@@ -21,6 +21,7 @@ OTHERS = {
     "log_every_rounds": (0, "0"),
     "timeout_seconds": (1.5, "1.5"),
     "optimizer_on_reshape": ("average", "average"),
+    "preemption_grace_seconds": (2.5, "2.5"),
 }
 LAUNCH_PREFIXES = (environment.PREFIX, "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -39,6 +40,7 @@ def test_defaults() -> None:
         "log_every_rounds": 1,
         "timeout_seconds": None,
         "optimizer_on_reshape": "nearest",
+        "preemption_grace_seconds": 20.0,
     }
     assert {item.name for item in dataclasses.fields(FederationConfig)} == set(OTHERS)
 

@@ -70,7 +70,12 @@ def test_groups(world4: WorkerPool, tmp_path: Path, env: dict[str, str], num_gro
             ["mixed_precision=fp16", "CPU", "bf16"],
             id="fp16 on CPU",
         ),
-        pytest.param(HSDP, {"enable_jit_checkpoint": True}, ["enable_jit_checkpoint", "save_steps"], id="jit"),
+        pytest.param(
+            HSDP,
+            {"enable_jit_checkpoint": True, "save_only_model": True},
+            ["save_only_model=True", "enable_jit_checkpoint=True"],
+            id="jit",
+        ),
         pytest.param(
             HSDP,
             {"accelerator_config": {"dispatch_batches": True}},

@@ -1,0 +1,270 @@
+"""A Trainer that is told to end: takes the place of its JIT checkpoint, saves in time, and leaves."""
+
+from __future__ import annotations
+
+import atexit
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerControl
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from .config import FederationConfig
+from .group_checkpoint import save_part
+from .model_files import gather_adapters, write_model_files
+from .preemption import Preemption, TrainingPreempted
+from .rounds import Rounds
+from .seams import Patches, check_attribute, check_seam
+from .signals import TerminationSignal
+from .trainer_checkpoint import TrainerCheckpoints
+
+
+Method = Callable[..., Any]
+
+SEAMS = {
+    "train": ("resume_from_checkpoint",),
+    "_save_checkpoint": ("model", "trial"),
+    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
+    "_save_rng_state": ("output_dir",),
+    "_get_output_dir": ("trial",),
+}
+
+
+class TrainerPreemption:
+    """
+    Ends the training of one Trainer on SIGTERM, by replacing bound methods on this instance.
+
+    Trainer's own callback for that is taken out: it saves by itself on per-rank timers. Here the handler sets a number, and
+    the ends of steps look at it.
+
+    Args:
+        trainer (`Trainer`):
+            The instance, with `enable_jit_checkpoint=True`.
+        checkpoints ([`TrainerCheckpoints`]):
+            Its checkpoints.
+        config ([`FederationConfig`]):
+            Its settings.
+
+    Raises:
+        UpstreamChangedError: If a method to be replaced is not as expected.
+    """
+
+    def __init__(self, trainer: Trainer, checkpoints: TrainerCheckpoints, config: FederationConfig) -> None:
+        for name, parameters in SEAMS.items():
+            check_seam(Trainer, name, parameters)
+        for attribute in ("current_flos", "hp_search_backend"):
+            check_attribute(trainer, attribute)
+        self.trainer: Any = trainer
+        self.checkpoints = checkpoints
+        self.place = checkpoints.place
+        self.config = config
+        self.leaving = False
+        """Whether everything is saved: nothing may be averaged, evaluated or saved any more."""
+        self.due = False
+        """Whether all ranks know, at a border, that the run ends there."""
+        self._signal = TerminationSignal()
+        self._protocol: Preemption | None = None
+        self._patches = Patches()
+        self._saved_step: int | None = None
+
+    def install(self) -> None:
+        """Replaces the methods. Call once, after those of the checkpoints."""
+        _take_out_jit_checkpoint(self.trainer)
+        self._patches.replace(self.trainer, "train", self._train)
+        self._patches.replace(self.trainer, "_save_checkpoint", self._save_checkpoint)
+        if self.place.layout.num_groups == 1:
+            # Every step end is a border.
+            self._patches.replace(self.trainer, "_maybe_log_save_evaluate", self._end_of_plain_step)
+
+    def remove(self) -> None:
+        """Puts every method back."""
+        self._patches.undo()
+
+    @property
+    def protocol(self) -> Preemption:
+        """The agreement of the groups in the training that is running."""
+        assert self._protocol is not None
+        return self._protocol
+
+    def begin(self) -> None:
+        """Starts afresh, with keys that no training before has written. Collective over the world."""
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        store = dist.PrefixStore(f"hf_fedshard/preemption/{name[0]}", dist.distributed_c10d._get_default_store())
+        args = self.trainer.args
+        self._protocol = Preemption(
+            store,
+            self.place.group,
+            self.place.layout.num_groups,
+            torch.device(args.device),
+            lambda: self._signal.received_at,
+            self.config.preemption_grace_seconds,
+            self.config.timeout_seconds or args.ddp_timeout,
+        )
+
+    def after_step(self, rounds: Rounds, steps_left: int, border_seconds: float) -> bool:
+        """
+        To be called at the end of each step that ends no round. Collective over the group.
+
+        Args:
+            rounds ([`Rounds`]):
+                What counts the steps.
+            steps_left (`int`):
+                Steps to the end of the round.
+            border_seconds (`float`):
+                How long the averaging takes.
+
+        Returns:
+            `bool`: Whether the group has to save by itself, here, and leave.
+        """
+        seconds = steps_left * rounds.seconds_per_step + border_seconds
+        started = time.perf_counter()
+        alone = self.protocol.after_step(rounds.round, steps_left, seconds)
+        if steps_left == 1:
+            rounds.note_wait(time.perf_counter() - started)
+        return alone
+
+    def end_at_border(self, control: TrainerControl) -> None:
+        """
+        Has Trainer save and do nothing else at this border. An evaluation that is due is made up for when the run resumes.
+
+        Args:
+            control (`TrainerControl`):
+                Trainer's, at a border, the same on all ranks.
+        """
+        self.due = True
+        self.checkpoints.pending_evaluation = control.should_evaluate
+        control.should_save, control.should_evaluate = True, False
+
+    def leave_border(self) -> NoReturn:
+        """Leaves at a border, saving first if that was not done there. Collective over the world."""
+        trainer = self.trainer
+        if self._saved_step != trainer.state.global_step:
+            trainer._save_checkpoint(trainer.model_wrapped, None)
+        self._leave(Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}")
+
+    def leave_alone(self, rounds: Rounds, progress: dict[str, Any]) -> NoReturn:
+        """
+        Saves this group inside a round, and leaves. Collective over the group.
+
+        Args:
+            rounds ([`Rounds`]):
+                What counts the steps.
+            progress (`dict[str, Any]`):
+                Where this rank stands.
+        """
+        trainer, state = self.trainer, self.trainer.state
+        # All groups know the step of the last border, and no checkpoint of a border has the number after it.
+        name = f"checkpoint-{state.global_step - rounds.steps + 1}"
+        final = Path(trainer._get_output_dir(trial=None)) / name
+        description = {
+            "round": rounds.round,
+            "global_step": state.global_step,
+            "sync_every": self.config.sync_every,
+        }
+        adapters = gather_adapters(trainer.model)
+        leads = self.place.group.rank() == 0
+
+        def write_more(folder: Path) -> None:
+            trainer._save_rng_state(str(folder))
+            if leads:
+                write_model_files(trainer.model, folder, adapters)
+                if trainer.processing_class is not None:
+                    trainer.processing_class.save_pretrained(str(folder))
+                _note_callbacks(trainer)
+                state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+        state_of_group = self.checkpoints.group_state()
+        save_part(final, trainer.model, state_of_group, self.place, description, progress, write_more)
+        self._leave(final)
+
+    def _leave(self, checkpoint: Path) -> NoReturn:
+        trainer = self.trainer
+        self.leaving = True
+        trainer.control.should_training_stop = True
+        # Trackers close their files here.
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        trainer.is_in_train = False
+        self.protocol.leave(self.place.layout.world_size)
+        atexit.register(_end_process_groups)
+        raise TrainingPreempted(str(checkpoint), trainer.state.global_step)
+
+    def _train(self, original: Method) -> Method:
+        def train(*args: Any, **kwargs: Any) -> Any:
+            if self.trainer.hp_search_backend is not None:
+                raise ValueError(
+                    "enable_jit_checkpoint=True cannot be used in a hyper-parameter search. Set it to False."
+                )
+            self.leaving = self.due = False
+            self._saved_step = None
+            self._signal.install()
+            try:
+                if self.place.layout.num_groups == 1:
+                    self.begin()
+                return original(*args, **kwargs)
+            finally:
+                self._signal.restore()
+
+        return train
+
+    def _save_checkpoint(self, original: Method) -> Method:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            started = time.monotonic()
+            result = original(*args, **kwargs)
+            self.protocol.save_seconds = time.monotonic() - started
+            self._saved_step = self.trainer.state.global_step
+            return result
+
+        return save_checkpoint
+
+    def _end_of_plain_step(self, original: Method) -> Method:
+        def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:
+            trainer = self.trainer
+            # The last step of the training is no place to leave: there is nothing left to resume.
+            ends = trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps
+            if self.protocol.requested_in_group() and not ends:
+                self.end_at_border(trainer.control)
+            original(*args, **kwargs)
+            if self.due:
+                self.leave_border()
+
+        return maybe_log_save_evaluate
+
+
+def _take_out_jit_checkpoint(trainer: Any) -> None:
+    """Removes Trainer's callback, and its signal handler, which starts a timer that the callback would wait for."""
+    import signal
+
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    for callback in list(trainer.callback_handler.callbacks):
+        if isinstance(callback, JITCheckpointCallback):
+            trainer.callback_handler.remove_callback(callback)
+            manager = callback.jit_manager
+            if manager is not None and signal.getsignal(signal.SIGTERM) == manager._sigterm_handler:
+                previous = manager._original_sigterm_handler
+                signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
+def _note_callbacks(trainer: Any) -> None:
+    """The states of callbacks, where `_save_checkpoint` keeps them."""
+    stored = trainer.state.stateful_callbacks
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            if isinstance(stored.get(name), list):
+                stored[name].append(callback.state())
+            else:
+                stored[name] = callback.state()
+
+
+def _end_process_groups() -> None:
+    """A process that leaves with gloo groups open ends in SIGABRT now and then, and its exit code says something else."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""A run that is told to end saves in time, at a border or group by group, and resumes to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_fedshard.checkpoint_folder import list_checkpoints
+from hf_fedshard.manifest import find_damage
+from tests.harness.checkpoint_runs import checkpoints, differences
+from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.pool import WorkerPool
+from tests.harness.preemption_runs import Pause, train
+
+
+LIMIT = 60.0
+# Too short for any further step: the group that gets the signal gives up on the border at once.
+NO_TIME = 0.01
+
+
+def run(pool: WorkerPool, folder: Path, launch: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
+    env = fsdp_launch_env(**{"dp_replicate": pool.world_size // 2, "dp_shard": 2, **(launch or {})})
+    return pool.run(train, str(folder), env=env, init_group=False, limit_seconds=LIMIT, **options)
+
+
+def assert_same_end(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
+    for before, after in zip(whole, resumed, strict=True):
+        assert after["preempted"] is None
+        drawn = len(after["batches"])
+        assert 0 < drawn < len(before["batches"])
+        assert not differences(before["batches"][-drawn:], after["batches"])
+        assert not differences(
+            {key: value for key, value in before.items() if key != "batches"},
+            {key: value for key, value in after.items() if key != "batches"},
+        )
+
+
+def assert_alone(
+    pool: WorkerPool, folder: Path, steps: tuple[int, int], name: str, signal_rank: int = 0, **options: Any
+) -> None:
+    """Ends group 0 at one step and group 1 at an earlier or later one; nobody can come to the border in time."""
+    whole = run(pool, folder / "whole", **options)
+    half = pool.world_size // 2
+    waits = dict.fromkeys(range(half, pool.world_size), steps[1])
+    ended = run(pool, folder / "ended", ending=(signal_rank, steps[0], waits), grace_seconds=NO_TIME, **options)
+    checkpoint = folder / "ended" / name
+    for rank, result in enumerate(ended):
+        assert result["preempted"] == {"checkpoint": str(checkpoint), "step": steps[rank // half], "code": 143}
+    assert list_checkpoints(folder / "ended")[0] == checkpoint and find_damage(checkpoint) == []
+    assert not list((folder / "ended").glob(".*"))
+    assert_same_end(whole, run(pool, folder / "ended", resume=True, seed=7, **options))
+
+
+# Epochs have 6 steps. Steps of group 0 and group 1, and the checkpoint: named after the first step of the round.
+ALONE: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
+    "first round": ((3, 1), "checkpoint-1", {"sync_every": 5}),
+    "later round": ((6, 5), "checkpoint-5", {"sync_every": 4}),
+    "at the last step": ((7, 5), "checkpoint-5", {"sync_every": 4}),
+    "last and short round": ((8, 9), "checkpoint-8", {"sync_every": 7}),
+    "end of an epoch": ((6, 7), "checkpoint-1", {"sync_every": 9, "eval_strategy": "epoch"}),
+    "accumulation": ((4, 2), "checkpoint-1", {"sync_every": 6, "gradient_accumulation_steps": 2, "max_steps": 9}),
+    "sharded": ((3, 2), "checkpoint-1", {"sync_every": 5, "launch": {"state_dict_type": "SHARDED_STATE_DICT"}}),
+    "lora": ((7, 6), "checkpoint-5", {"sync_every": 4, "kind": "lora"}),
+    "dropout": ((7, 6), "checkpoint-5", {"sync_every": 4, "kind": "dropout"}),
+    "buffers": (
+        (6, 5),
+        "checkpoint-5",
+        {"sync_every": 4, "kind": "batchnorm", "launch": {"wrap_cls": "TinyBlock"}, "per_device_train_batch_size": 2},
+    ),
+    "evaluation due": ((6, 5), "checkpoint-5", {"sync_every": 4, "eval_strategy": "steps", "eval_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_alone(world4: WorkerPool, tmp_path: Path, case: str) -> None:
+    steps, name, options = ALONE[case]
+    assert_alone(world4, tmp_path, steps, name, **options)
+
+
+def test_alone_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
+    assert_alone(world8, tmp_path, (6, 5), "checkpoint-5", signal_rank=3, num_groups=2, sync_every=4)
+
+
+def test_alone_twice_in_one_round(world4: WorkerPool, tmp_path: Path) -> None:
+    whole = run(world4, tmp_path / "whole", sync_every=5)
+    for resume, steps in ((None, (3, 1)), (True, (4, 3))):
+        waits = dict.fromkeys((2, 3), steps[1])
+        ended = run(
+            world4, tmp_path / "ended", resume=resume, ending=(1, steps[0], waits), grace_seconds=NO_TIME, sync_every=5
+        )
+        assert [result["preempted"]["step"] for result in ended] == [steps[0], steps[0], steps[1], steps[1]]
+        assert checkpoints(tmp_path / "ended") == ["checkpoint-1"]
+    assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, sync_every=5))
+
+
+def test_the_border_is_given_up(world4: WorkerPool, tmp_path: Path) -> None:
+    """Group 1 hopes to come in time and then takes long; group 0 waits for it before its last step."""
+    whole = run(world4, tmp_path / "whole", sync_every=4)
+    ended = run(
+        world4,
+        tmp_path / "ended",
+        ending=(2, 5, {}),
+        grace_seconds=4.0,
+        callbacks=(Pause(2, 6, 3.0),),
+        sync_every=4,
+    )
+    assert [result["preempted"]["step"] for result in ended] == [7, 7, 6, 6]
+    assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, sync_every=4))
+
+
+# Rank that gets the signal, at which step, and where the run ends.
+BORDER: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "first rank": (0, 5, 8, {"sync_every": 4}),
+    "any rank": (3, 5, 8, {"sync_every": 4}),
+    "last step of the round": (1, 8, 8, {"sync_every": 4}),
+    "each step is a border": (2, 3, 3, {"sync_every": 1}),
+    "never saved otherwise": (0, 1, 4, {"sync_every": 4, "save_strategy": "no"}),
+    "dropout and a due evaluation": (
+        0,
+        3,
+        4,
+        {"sync_every": 4, "kind": "dropout", "eval_strategy": "steps", "eval_steps": 4},
+    ),
+    "plateau": (
+        2,
+        3,
+        4,
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2, "sync_every": 2},
+    ),
+    "one group": (2, 3, 3, {"num_groups": 1}),
+    "one group, dropout and a due evaluation": (
+        0,
+        4,
+        4,
+        {"num_groups": 1, "kind": "dropout", "eval_strategy": "steps", "eval_steps": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BORDER)
+def test_border(world4: WorkerPool, tmp_path: Path, case: str) -> None:
+    rank, step, end, options = BORDER[case]
+    whole = run(world4, tmp_path / "whole", **options)
+    ended = run(world4, tmp_path / "ended", ending=(rank, step, {}), grace_seconds=60, **options)
+    checkpoint = tmp_path / "ended" / f"checkpoint-{end}"
+    for result in ended:
+        assert result["preempted"] == {"checkpoint": str(checkpoint), "step": end, "code": 143}
+        assert result["evaluated"].get(end) is None
+    assert list_checkpoints(tmp_path / "ended")[0] == checkpoint and find_damage(checkpoint) == []
+    assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, **options))
+
+
+def test_the_last_round_comes_to_its_end(world4: WorkerPool, tmp_path: Path) -> None:
+    whole = run(world4, tmp_path / "whole", sync_every=4)
+    ended = run(world4, tmp_path / "ended", ending=(1, 9, {}), grace_seconds=60, sync_every=4)
+    assert [result["preempted"] for result in ended] == [None] * 4
+    assert not differences(whole, ended)
+    assert checkpoints(tmp_path / "ended") == checkpoints(tmp_path / "whole")

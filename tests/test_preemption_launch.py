@@ -1,0 +1,62 @@
+"""`accelerate launch` is told to end: the launcher, which hands the signal on, or one of the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_fedshard.checkpoint_folder import list_checkpoints
+from hf_fedshard.manifest import find_damage
+from tests.harness.checkpoint_runs import differences, train
+from tests.harness.launch import accelerate_launch, free_port, kill_tree, launch_command, start_tree
+from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.pool import WorkerPool
+
+
+@pytest.mark.parametrize(
+    "whom",
+    ["launcher", pytest.param("rank 0", marks=pytest.mark.slow), pytest.param("rank 3", marks=pytest.mark.slow)],
+)
+def test_launch(world4: WorkerPool, root: Path, tmp_path: Path, whom: str) -> None:
+    config = root / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
+    script = root / "tests" / "scripts" / "preempted_run.py"
+    command = launch_command(config, script, str(tmp_path / "run"), options=["--main_process_port", str(free_port())])
+    pids = [tmp_path / "run" / f"rank{rank}.pid" for rank in range(4)]
+    with tempfile.TemporaryFile() as log:
+        process = start_tree(command, log.fileno(), cwd=root)
+        try:
+            deadline = time.monotonic() + 90
+            while not all(path.exists() and path.read_text() for path in pids):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            told = process.pid if whom == "launcher" else int(pids[int(whom[-1])].read_text())
+            os.kill(told, signal.SIGTERM)
+            code = process.wait(60)
+        finally:
+            kill_tree(process)
+            log.seek(0)
+            print(log.read().decode(errors="replace")[-6000:])
+    assert code != 0, "a launcher must not report a run as complete that was ended"
+    assert not list((tmp_path / "run").glob("finished*"))
+    newest = list_checkpoints(tmp_path / "run")[0]
+    assert newest.name in ("checkpoint-4", "checkpoint-8", "checkpoint-1", "checkpoint-5")
+    assert find_damage(newest) == [] and not list((tmp_path / "run").glob(".*"))
+
+    accelerate_launch(config, script, str(tmp_path / "run"), "resume", cwd=root, limit_seconds=120).check()
+    whole = world4.run(
+        train,
+        str(tmp_path / "whole"),
+        env=fsdp_launch_env(2, 2),
+        init_group=False,
+        limit_seconds=60,
+        sync_every=4,
+    )
+    for rank in range(4):
+        resumed = torch.load(tmp_path / "run" / f"finished{rank}.pt", weights_only=True)
+        assert not differences(whole[rank]["model"], resumed)
