@@ -100,10 +100,11 @@ def _check_given_federation(parallelism_config: Any, config: FederationConfig) -
     if not isinstance(parallelism_config, FederatedParallelismConfig):
         return
     given, layout = parallelism_config.federation_config, parallelism_config.federation_layout
-    pairs = [("num_groups", config.num_groups, layout.num_groups)]
+    pairs: list[tuple[str, Any, Any]] = [("num_groups", config.num_groups, layout.num_groups)]
     if not parallelism_config.stock:
         # A plugin's: it would say one period and the callback another.
-        pairs.append(("sync_every", config.sync_every, given.sync_every))
+        for name in ("sync_every", "sync_steps_at_start", "sync_steps_at_end"):
+            pairs.append((name, getattr(config, name), getattr(given, name)))
     for name, ours, theirs in pairs:
         if ours is not None and ours != theirs:
             raise ValueError(

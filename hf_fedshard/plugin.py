@@ -36,8 +36,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         num_groups (`int`, *optional*):
             G, the number of federation groups. See [`FederationConfig`] for all settings, their defaults and the
             `FEDSHARD_*` variables.
-        sync_every (`int`, *optional*):
-            H, optimizer steps between two averagings.
+        sync_every (`int` or `str`, *optional*):
+            H, optimizer steps between two averagings; or a list of periods, `"drift"` or `"auto"`.
         settings (`Any`):
             Every other setting of [`FederationConfig`] and every argument of the base class, by name.
 
@@ -62,7 +62,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     ```
     """
 
-    def __init__(self, num_groups: int | None = None, sync_every: int | None = None, **settings: Any) -> None:
+    def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
         inherited = {item.name for item in dataclasses.fields(FullyShardedDataParallelPlugin)}
         own = {name: value for name, value in settings.items() if name not in inherited}
         self.federation_config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **own)
@@ -88,7 +88,9 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             self._parallelism_config = FederatedParallelismConfig(self.federation_config, layout, plugin=self)
         return self._parallelism_config
 
-    def federate(self, accelerator: Accelerator, model: nn.Module, *optimizers: Any) -> Rounds:
+    def federate(
+        self, accelerator: Accelerator, model: nn.Module, *optimizers: Any, num_training_steps: int | None = None
+    ) -> Rounds:
         """
         Starts the federation of a prepared model. Collective over the world; call it after `prepare` and before the
         first step.
@@ -100,6 +102,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
                 The prepared model.
             optimizers (`torch.optim.Optimizer` or `AcceleratedOptimizer`):
                 Its optimizers. Defaults to all that the accelerator has prepared.
+            num_training_steps (`int`, *optional*):
+                Optimizer steps of the whole run. Needed with `sync_steps_at_end`.
 
         Returns:
             [`Rounds`]: Call its `step()` after each optimizer step and `finish()` at the end.
@@ -116,22 +120,26 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             if accelerator.num_processes == 1:
                 raise
         accumulation = accelerator.gradient_accumulation_steps
-        agree("the launch", {**versions(), "gradient_accumulation_steps": accumulation}, error)
+        schedule = {"gradient_accumulation_steps": accumulation, "num_training_steps": num_training_steps}
+        agree("the launch", {**versions(), **schedule}, error)
         seed = shared_seed(accelerator.device)
         for dataloader in accelerator._dataloaders:
             keep_generators_in_step(dataloader)
             draw_in_one_order(dataloader, accelerator.dataloader_config.data_seed or seed)
         mesh = self.parallelism_config.mesh
         chosen = optimizers or accelerator._optimizers
-        rounds = Rounds(
-            model, mesh, self.federation_config, [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
-        )
+        inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
+        rounds = Rounds(model, mesh, self.federation_config, inner, num_training_steps)
         place = Place(mesh.layout, mesh.group_index, mesh.group)
         AcceleratorCheckpoints(accelerator, rounds, place, self.federation_config.optimizer_on_reshape)
         if mesh.layout.num_groups > 1:
             ops = GroupOps(mesh.group, mesh.layout.num_groups)
-            # At a border an evaluation is for the world; the step that comes next is the group's.
-            in_group = keep_in_group(accelerator, ops, lambda: model.training or not rounds.at_border)
+
+            def inside() -> bool:
+                # At a border an evaluation is for the world; the step that comes next is the group's.
+                return not rounds.synchronous and (model.training or not rounds.at_border)
+
+            in_group = keep_in_group(accelerator, ops, inside)
             rounds.when_finished(in_group.undo)
             rounds.when_finished(_keep_saving_to_borders(accelerator, rounds).undo)
         return rounds

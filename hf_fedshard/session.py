@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.utils import logging
 
-from . import guard
 from .agreement import agree_on_training
 from .config import FederationConfig
 from .mesh import FederationMesh
@@ -51,14 +50,14 @@ class TrainingSession:
         agree_on_training(trainer)
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         model: Any = trainer.model
-        self.rounds = Rounds(model, mesh, config, [optimizer])
+        self.rounds = Rounds(model, mesh, config, [optimizer], num_training_steps=trainer.state.max_steps)
         # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
         self._at_border = False
         # Whole epochs behind a resumed run; a fraction is exact only to rounding.
         # Epochs begun, those of the run that is resumed included.
         self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
-        self._tokens = 0.0
+        self._tokens = self._samples = 0.0
         inner = mesh.layout.inner
         self._num_copies = inner.get("tp", 1) * inner.get("cp", 1)
         self._counted = trainer.state.global_step
@@ -67,19 +66,30 @@ class TrainingSession:
         self._pending_flags: set[str] = set()
         self._pending_logs: dict[str, float] = {}
         self.last_round: RoundMetrics | None = None
-        if config.sync_every > trainer.state.max_steps and trainer.is_world_process_zero():
-            logger.warning(
-                "sync_every=%d is more than the %d steps of this run: the groups are averaged once, at its end.",
-                config.sync_every,
-                trainer.state.max_steps,
-            )
+        self._warn_of_few_borders()
         samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
         logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
 
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
         self.in_round = False
-        guard.detach(self.rounds)
+        self.rounds.release()
+
+    @property
+    def inside_groups(self) -> bool:
+        """Whether collectives have to stay in the group: a round is running, and not one of synchronous steps."""
+        return self.in_round and not self.rounds.synchronous
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """
+        Goes on where a checkpoint was made. Collective over the world.
+
+        Args:
+            state (`Mapping[str, Any]`):
+                From [`Rounds.state_dict`]; empty at the beginning of a run, or if there were no groups.
+        """
+        # Steps are Trainer's, also where the checkpoint is of a run without groups.
+        self.rounds.restore({"round": 0, **state, "steps": self.trainer.state.global_step})
 
     def after_event(self, event: str, state: TrainerState, control: TrainerControl) -> None:
         """
@@ -123,7 +133,7 @@ class TrainingSession:
 
     def count_tokens(self, batches: list[Any]) -> None:
         """
-        Counts this rank's input tokens for the log.
+        Counts this rank's samples and input tokens for the log and the weights.
 
         Args:
             batches (`list`):
@@ -133,7 +143,9 @@ class TrainingSession:
         for batch in batches:
             tokens = batch.get(name) if hasattr(batch, "get") else None
             # Ranks of a tensor or context parallel axis are given the same batch.
-            self._tokens += tokens.numel() / self._num_copies if isinstance(tokens, torch.Tensor) else 0
+            if isinstance(tokens, torch.Tensor):
+                self._tokens += tokens.numel() / self._num_copies
+                self._samples += len(tokens) / self._num_copies
 
     def take_pending_logs(self) -> dict[str, float]:
         """The metrics of the last round that have not been logged, once."""
@@ -161,6 +173,27 @@ class TrainingSession:
                 # The step that was interrupted belongs to the next round.
                 self._losses_before = self._train_losses()
 
+    def _warn_of_few_borders(self) -> None:
+        config, max_steps = self.config, self.trainer.state.max_steps
+        if not self.trainer.is_world_process_zero():
+            return
+        synchronous = config.sync_steps_at_start + config.sync_steps_at_end
+        period = self.rounds.course.period
+        if synchronous >= max_steps:
+            logger.warning(
+                "sync_steps_at_start=%d and sync_steps_at_end=%d are all of the %d steps of this run: it is synchronous "
+                "throughout.",
+                config.sync_steps_at_start,
+                config.sync_steps_at_end,
+                max_steps,
+            )
+        elif period > max_steps - synchronous:
+            logger.warning(
+                "sync_every=%s is more than the %d federated steps of this run: the groups are averaged once, at their end.",
+                config.sync_every,
+                max_steps - synchronous,
+            )
+
     def _begin_step(self) -> None:
         self._epoch_is_empty = False
         self._at_border = False
@@ -178,7 +211,7 @@ class TrainingSession:
             self._share(control, FLAGS)
             return
         self._hold_back(control)
-        if self.rounds.steps >= self.config.sync_every or state.global_step >= state.max_steps:
+        if self.rounds.is_due or state.global_step >= state.max_steps:
             self._close(state, control)
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
@@ -209,8 +242,8 @@ class TrainingSession:
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
         while self._counted < state.global_step:
-            self.rounds.count_step(tokens=self._tokens)
-            self._tokens = 0.0
+            self.rounds.count_step(tokens=self._tokens, samples=self._samples)
+            self._tokens = self._samples = 0.0
             self._counted += 1
 
     def _hold_back(self, control: TrainerControl) -> None:

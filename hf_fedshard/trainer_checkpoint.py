@@ -91,8 +91,8 @@ class TrainerCheckpoints:
         self.trainer: Any = trainer
         self.place = place
         self.config = config
-        self.round = 0
-        """Rounds behind the model: to be kept up to date by whoever counts them, and restored by a resume."""
+        self.progress: dict[str, Any] = {}
+        """From [`Rounds.state_dict`]: to be kept up to date by whoever has the rounds, and restored by a resume."""
         self._patches = Patches()
         self._written: dict[str, int] = {}
         self._saving = False
@@ -125,7 +125,7 @@ class TrainerCheckpoints:
                 except OSError as problem:
                     error = problem
             together("Cleaning the output directory", error)
-            self.round = 0
+            self.progress = {}
             if not resume_from_checkpoint:
                 return original(None, *args, **kwargs)
             if resume_from_checkpoint is True:
@@ -239,9 +239,10 @@ class TrainerCheckpoints:
     def _save_state(self, output_dir: str) -> None:
         trainer = self.trainer
         description = {
-            "round": self.round,
+            "round": self.progress.get("round", 0),
             "global_step": trainer.state.global_step,
             "sync_every": self.config.sync_every,
+            "progress": self.progress,
         }
         self._written |= save_federation(Path(output_dir), trainer.model, self._group_state(), self.place, description)
 
@@ -263,8 +264,9 @@ class TrainerCheckpoints:
         error: Exception | None = None
         try:
             load_group_state(folder, self.trainer.model, self._group_state(), self.place, rule)
-            self.round = int(read_description(folder)["round"])
-            sentence = describe_reshape(read_description(folder), self.place.layout, rule)
+            saved = read_description(folder)
+            self.progress = {"round": saved["round"], **saved.get("progress", {})}
+            sentence = describe_reshape(saved, self.place.layout, rule)
             if sentence and dist.get_rank() == 0:
                 logger.warning(sentence)
         except CheckpointError as problem:
