@@ -172,6 +172,7 @@ class TrainerBinding:
         self._end_session()
         self._bind_accelerator()
         self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config)
+        self.session.unique_share = self.steps.unique_share
         self.session.resume(self.checkpoints.progress)
 
     def _end_session(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
@@ -16,6 +17,7 @@ from .accelerate_checkpoint import AcceleratorCheckpoints, check_border
 from .checkpoint import Place
 from .config import FederationConfig
 from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_batches, shared_seed
+from .group_data import GroupData, OwnData, own_data, share_inside_group
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, layout_for
@@ -67,6 +69,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         own = {name: value for name, value in settings.items() if name not in inherited}
         self.federation_config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **own)
         self._parallelism_config: FederatedParallelismConfig | None = None
+        self._own_data: list[OwnData] = []
         super().__init__(**{name: value for name, value in settings.items() if name in inherited})
 
     def __post_init__(self) -> None:
@@ -87,6 +90,31 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             layout = layout_for(self.federation_config, world_size, environment.launched_parallelism())
             self._parallelism_config = FederatedParallelismConfig(self.federation_config, layout, plugin=self)
         return self._parallelism_config
+
+    def group_data(self, data: GroupData) -> Any:
+        """
+        The dataset of this process's group, for a `DataLoader` that is prepared as ever: the ranks of the group share it.
+        Collective over the world; call it when the `Accelerator` is made.
+
+        Args:
+            data ([`GroupData`]):
+                All groups' data.
+
+        Returns:
+            `Dataset` or `IterableDataset`: As long in all groups, repeated where the group has less. With one group all of
+            the data.
+
+        Raises:
+            ValueError: On every rank, if the data does not fit the federation.
+        """
+        mesh = self.parallelism_config.mesh
+        if mesh.layout.num_groups == 1:
+            return data
+        num_ranks = self.parallelism_config.data_parallel_size // mesh.layout.num_groups
+        rank = mesh.group.rank() // self.parallelism_config.non_data_parallel_size
+        own = own_data(data, mesh.group_index, mesh.layout.num_groups, num_ranks, rank)
+        self._own_data.append(own)
+        return own.dataset
 
     def federate(
         self, accelerator: Accelerator, model: nn.Module, *optimizers: Any, num_training_steps: int | None = None
@@ -126,6 +154,9 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         for dataloader in accelerator._dataloaders:
             keep_generators_in_step(dataloader)
             draw_in_one_order(dataloader, accelerator.dataloader_config.data_seed or seed)
+            for own in self._own_data:
+                if own.dataset is _read_by(dataloader):
+                    share_inside_group(dataloader, own)
         mesh = self.parallelism_config.mesh
         chosen = optimizers or accelerator._optimizers
         inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
@@ -153,6 +184,17 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             )
         for dataloader in accelerator._dataloaders:
             refuse_dispatched_batches(dataloader)
+            if isinstance(_read_by(dataloader), GroupData) and self.parallelism_config.mesh.layout.num_groups > 1:
+                raise ValueError(
+                    "A data loader reads the data of all groups. Write `DataLoader(plugin.group_data(data), ...)`: the dataset "
+                    "of this process's group."
+                )
+
+
+def _read_by(dataloader: Any) -> Any:
+    """The dataset of a prepared data loader, without Accelerate's wrapper for streams."""
+    dataset = dataloader.dataset
+    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
 
 def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> Patches:

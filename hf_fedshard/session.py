@@ -45,6 +45,8 @@ class TrainingSession:
         self.mesh = mesh
         self.config = config
         self.in_round = False
+        self.unique_share = 1.0
+        """How many of the samples count as new ones, where a group repeats its data."""
         for attribute in ("_tr_loss", "_globalstep_last_logged"):
             check_attribute(trainer, attribute)
         agree_on_training(trainer)
@@ -242,7 +244,7 @@ class TrainingSession:
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
         while self._counted < state.global_step:
-            self.rounds.count_step(tokens=self._tokens, samples=self._samples)
+            self.rounds.count_step(tokens=self._tokens, samples=self._samples * self.unique_share)
             self._tokens = self._samples = 0.0
             self._counted += 1
 

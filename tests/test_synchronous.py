@@ -154,7 +154,8 @@ def test_environment(world4: WorkerPool, tmp_path: Path) -> None:
         "FEDSHARD_SYNC_STEPS_AT_START": "1",
         "FEDSHARD_SYNC_STEPS_AT_END": "1",
     }
-    ranks = world4.run(train, str(tmp_path), env=env, init_group=False, limit_seconds=120, pooled=False, max_steps=6)
+    options = {"num_groups": None, "sync_every": None, "max_steps": 6}
+    ranks = world4.run(train, str(tmp_path), env=env, init_group=False, limit_seconds=120, **options)
     rows = [row for row in ranks[0]["log"] if "fedshard/steps" in row]
     assert [row["fedshard/steps"] for row in rows] == [1, 2, 1, 1, 1]
     assert [row.get("fedshard/synchronous", 0) for row in rows] == [1, 0, 0, 0, 1]
@@ -253,9 +254,8 @@ def test_resumed_at_the_end_is_uninterrupted(
 
 def unify(lost: bool) -> list[Any]:
     """Moments that differ, after a fault of one group perhaps."""
-    from tests.harness.two_groups import Federation, draws
-
     from hf_fedshard.synchronous import unify_moments
+    from tests.harness.two_groups import Federation, draws
 
     federation = Federation(tiny_llama())
     batch = draws(dist.get_rank())[0]

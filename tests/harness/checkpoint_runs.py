@@ -65,6 +65,7 @@ def make_trainer(
     options: dict[str, Any] | None = None,
     rule: str | None = None,
     processing_class: Any = None,
+    data: Any = None,
     **changes: Any,
 ) -> Trainer:
     """
@@ -89,6 +90,8 @@ def make_trainer(
             `optimizer_on_reshape`.
         processing_class (`Any`, *optional*):
             A tokenizer.
+        data (`Any`, *optional*):
+            In place of the samples that go with the kind.
         changes (`Any`):
             Arguments of `TrainingArguments`, or settings of the federation.
 
@@ -115,7 +118,7 @@ def make_trainer(
     return trainer_class(
         model=make_model(kind, seed),
         args=TrainingArguments(**{**defaults, **changes}),
-        train_dataset=ListDataset(samples),
+        train_dataset=ListDataset(samples) if data is None else data,
         eval_dataset=ListDataset(samples[:8]),
         data_collator=collate,
         processing_class=processing_class,

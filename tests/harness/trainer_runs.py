@@ -131,13 +131,14 @@ def train(
     folder: str,
     kind: str = "llama",
     num_groups: int | None = 2,
-    sync_every: int | str = 3,
+    sync_every: int | str | None = 3,
     federated: bool = True,
     length: int = 12,
     uneven: bool = True,
     native: bool = False,
     pooled: bool = True,
     settings: dict[str, Any] | None = None,
+    data: Any = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """
@@ -165,6 +166,8 @@ def train(
             from the environment.
         settings (`dict`, *optional*):
             More settings of the federation.
+        data (`Any`, *optional*):
+            In place of the samples that go with the kind.
         changes (`Any`):
             Arguments of `TrainingArguments`.
 
@@ -190,7 +193,7 @@ def train(
     trainer = RecordingTrainer(
         model=make_model(kind),
         args=tiny_arguments(folder, **{**defaults, **changes}),
-        train_dataset=ListDataset(samples),
+        train_dataset=ListDataset(samples) if data is None else data,
         data_collator=collate,
         compute_loss_func=native_loss if native else None,
         callbacks=[callback] if federated else [],
