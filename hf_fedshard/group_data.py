@@ -157,7 +157,7 @@ def group_dataset(
     Gives each federation group a dataset of its own.
 
     ```python
-    trainer = Trainer(train_dataset=group_dataset([books, news]), callbacks=[FedAvgCallback(num_groups=2)], ...)
+    train_dataset = group_dataset([dataset, train_dataset])  # of group 0 and of group 1
     ```
 
     Args:

@@ -81,7 +81,7 @@ def split_dirichlet(dataset: Any, label: str, alpha: float, num_groups: int, see
     (arXiv 1909.06335). The usual way to make groups as unlike as one wants.
 
     ```python
-    train_dataset = split_dirichlet(dataset, "label", alpha=0.5, num_groups=4)
+    train_dataset = split_dirichlet(dataset, "party", alpha=0.5, num_groups=2)
     ```
 
     Args:
