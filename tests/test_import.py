@@ -32,6 +32,9 @@ CORE = (
     "guard",
     "metrics",
     "rounds",
+    "periods",
+    "synchronous",
+    "course",
 )
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 

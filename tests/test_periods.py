@@ -138,8 +138,9 @@ def test_by_time_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
     [
         {"sync_every": "2x1,1x2,3", "save_steps": 3, "step": 4},
         {"sync_every": "drift", "max_drift": 5e-3, "max_sync_every": 4, "save_steps": 1, "step": 4},
+        {"sync_every": "auto", "min_sync_every": 2, "max_sync_every": 2},
     ],
-    ids=["list", "drift"],
+    ids=["list", "drift", "time"],
 )
 def test_resumed_is_uninterrupted(world4: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     assert_resumes(world4, tmp_path, **options)
