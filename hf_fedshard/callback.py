@@ -15,9 +15,9 @@ from .binding import TrainerBinding, check_seams, trainer_under_construction
 from .checkpoint import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
+from .measured_periods import describe
 from .metrics import RoundMetrics
 from .parallelism import FederatedParallelismConfig
-from .periods import describe
 from .trainer_checkpoint import TrainerCheckpoints
 
 

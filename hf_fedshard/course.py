@@ -12,8 +12,9 @@ from torch import nn
 
 from .config import FederationConfig
 from .initial import hold_the_same_bits
+from .measured_periods import make_periods
 from .mesh import FederationMesh
-from .periods import MeasuredRound, make_periods
+from .periods import MeasuredRound
 from .synchronous import GradientSync, Phases, unify_moments
 
 

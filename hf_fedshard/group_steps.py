@@ -18,7 +18,8 @@ from .data import (
     refuse_dispatched_batches,
     shared_seed,
 )
-from .group_data import GroupData, OwnData, own_data, share_inside_group
+from .group_data import GroupData
+from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches
 

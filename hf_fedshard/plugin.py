@@ -17,10 +17,11 @@ from .accelerate_checkpoint import AcceleratorCheckpoints, check_border
 from .checkpoint import Place
 from .config import FederationConfig
 from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_batches, shared_seed
-from .group_data import GroupData, OwnData, own_data, share_inside_group
+from .group_data import GroupData
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, layout_for
+from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
 from .seams import Patches, check_seam

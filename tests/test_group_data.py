@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from hf_fedshard import GroupData, group_dataset
-from hf_fedshard.group_data import EndlessStream
+from hf_fedshard.own_data import EndlessStream
 from hf_fedshard.rounds import Rounds
 from tests.harness.comparison import assert_matches, refer
 from tests.harness.data import BatchRecorder, ListDataset, StreamDataset, collate, hf_stream, token_samples

@@ -33,6 +33,7 @@ CORE = (
     "metrics",
     "rounds",
     "periods",
+    "measured_periods",
     "synchronous",
     "course",
 )

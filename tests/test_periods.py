@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hf_fedshard import FederationConfig
-from hf_fedshard.periods import DriftPeriods, MeasuredPeriods, MeasuredRound, Periods, make_periods
+from hf_fedshard.measured_periods import DriftPeriods, MeasuredPeriods, make_periods
+from hf_fedshard.periods import MeasuredRound, Periods
 from tests.harness.comparison import assert_matches, refer
 from tests.harness.pool import WorkerPool
 from tests.test_checkpoint_resume import assert_resumes
