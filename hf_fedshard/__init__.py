@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .callback import FedAvgCallback
     from .config import FederationConfig
     from .export import export_checkpoint
+    from .group_data import GroupData, group_dataset
     from .handshake import FederationMismatchError
     from .layout import FederationLayout
     from .lifecycle import shutdown
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .preemption import TrainingPreempted
     from .rounds import Border, Rounds
     from .seams import UpstreamChangedError
+    from .splits import split_by_column, split_dirichlet
 
 __version__ = "0.1.0"
 
@@ -41,12 +43,16 @@ _MODULES = {
     "FederationConfig": "config",
     "FederationLayout": "layout",
     "FederationMismatchError": "handshake",
+    "GroupData": "group_data",
     "RoundMetrics": "metrics",
     "Rounds": "rounds",
     "TrainingPreempted": "preemption",
     "UpstreamChangedError": "seams",
     "export_checkpoint": "export",
+    "group_dataset": "group_data",
     "shutdown": "lifecycle",
+    "split_by_column": "splits",
+    "split_dirichlet": "splits",
 }
 
 __all__ = [
@@ -58,12 +64,16 @@ __all__ = [
     "FederationConfig",
     "FederationLayout",
     "FederationMismatchError",
+    "GroupData",
     "RoundMetrics",
     "Rounds",
     "TrainingPreempted",
     "UpstreamChangedError",
     "export_checkpoint",
+    "group_dataset",
     "shutdown",
+    "split_by_column",
+    "split_dirichlet",
 ]
 
 

@@ -114,7 +114,8 @@ class AcceleratorCheckpoints:
         # Order on every rank, all over the world but where said: the folder, weights and groups' states, adapters
         # (inside the group), an agreement about the files of single ranks, the commit, an agreement about rotation.
         staging.begin()
-        description = {"round": self.rounds.round, "step": accelerator.step}
+        progress = self.rounds.state_dict()
+        description = {"round": self.rounds.round, "step": accelerator.step, "progress": progress}
         written = save_federation(staging.folder, self.rounds.model, self._group_state(), self.place, description)
         adapters = gather_adapters(self.rounds.model)
         try:
@@ -197,7 +198,7 @@ class AcceleratorCheckpoints:
             if position is not None:
                 dataloader.load_state_dict(position)
         accelerator.step = saved["step"] if state is None else state["step"]
-        self.rounds.restore(saved["round"])
+        self.rounds.restore(saved.get("progress") or {"round": saved["round"], "steps": 0})
         sentence = describe_reshape(saved, self.place.layout, self.rule)
         if sentence and accelerator.is_main_process:
             logger.warning(sentence)

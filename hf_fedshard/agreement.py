@@ -8,6 +8,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from .config import FederationConfig
+from .group_data import GroupData, wrong_number
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, layout_for, stated_sizes
 from .parallelism import FederatedParallelismConfig
@@ -35,7 +36,10 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
     try:
         _check_trainer(trainer, callback_type)
         _check_given_federation(state.parallelism_config, config)
-        layout_for(config, state.num_processes, stated_sizes(state.parallelism_config))
+        layout = layout_for(config, state.num_processes, stated_sizes(state.parallelism_config))
+        data = trainer.train_dataset
+        if isinstance(data, GroupData) and layout.num_groups not in (1, data.num_groups):
+            raise ValueError(wrong_number(data, layout.num_groups))
     except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         if state.num_processes == 1:
             raise
@@ -103,10 +107,11 @@ def _check_given_federation(parallelism_config: Any, config: FederationConfig) -
     if not isinstance(parallelism_config, FederatedParallelismConfig):
         return
     given, layout = parallelism_config.federation_config, parallelism_config.federation_layout
-    pairs = [("num_groups", config.num_groups, layout.num_groups)]
+    pairs: list[tuple[str, Any, Any]] = [("num_groups", config.num_groups, layout.num_groups)]
     if not parallelism_config.stock:
         # A plugin's: it would say one period and the callback another.
-        pairs.append(("sync_every", config.sync_every, given.sync_every))
+        for name in ("sync_every", "sync_steps_at_start", "sync_steps_at_end"):
+            pairs.append((name, getattr(config, name), getattr(given, name)))
     for name, ours, theirs in pairs:
         if ours is not None and ours != theirs:
             raise ValueError(

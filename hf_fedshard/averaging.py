@@ -142,6 +142,22 @@ class ModelAverager:
                 optimizer.state.clear()
         return self._exchange_drift(report, included)
 
+    def take_as_it_is(self, held: Held) -> float:
+        """
+        Makes a border of a model that all groups hold already, after synchronous steps. Collective over the world: only the
+        buffers are averaged, which every rank has of its own.
+
+        Args:
+            held ([`Held`]):
+                From [`~ModelAverager.collect`].
+
+        Returns:
+            `float`: The drift: none.
+        """
+        with torch.no_grad():
+            average_replicated(held.buffers, self.mesh, True, self.mesh.layout.num_groups)
+        return 0.0
+
     def _exchange_drift(self, report: AveragingReport, included: int) -> float:
         # The replicas of a group each report the whole shard, so the ratio needs no correction.
         row = {"drift": report.squared_drift.item(), "norm": report.squared_norm.item()}

@@ -159,7 +159,10 @@ class TrainerBinding:
         self._accelerator_patches = self._bound_accelerator = None
 
     def _inside(self) -> bool:
-        return self.steps.drawing or (self.session is not None and self.session.in_round)
+        if self.session is None:
+            return self.steps.drawing
+        # What is drawn belongs to the step that comes, a synchronous one or one of the group.
+        return (self.steps.drawing and not self.session.rounds.synchronous) or self.session.inside_groups
 
     def _train(self, original: Method, before: Callable[[], None], after: Callable[[], None]) -> Method:
         def train(*args: Any, **kwargs: Any) -> Any:
@@ -178,10 +181,11 @@ class TrainerBinding:
         self._bind_accelerator()
         if self.preemption is not None:
             self.preemption.begin()
-        progress = self.checkpoints.progress
-        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, progress)
-        if progress is None:
-            self.session.rounds.restore(self.checkpoints.round)
+        inside = self.checkpoints.inside
+        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, inside)
+        self.session.unique_share = self.steps.unique_share
+        if inside is None:
+            self.session.resume(self.checkpoints.progress)
 
     def _end_session(self) -> None:
         if self.session is not None:
@@ -238,7 +242,7 @@ class TrainerBinding:
             try:
                 with self._border():
                     if self.session is not None:
-                        self.checkpoints.round = self.session.rounds.round
+                        self.checkpoints.progress = self.session.rounds.state_dict()
                     return original(*args, **kwargs)
             finally:
                 self._saving_checkpoint = False

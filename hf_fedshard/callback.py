@@ -16,6 +16,7 @@ from .binding import TrainerBinding, check_seams, trainer_under_construction
 from .checkpoint import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
+from .measured_periods import describe
 from .metrics import RoundMetrics
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
@@ -41,8 +42,8 @@ class FedAvgCallback(TrainerCallback):
             G, the number of federation groups. Defaults to the replicas of the launch config's `parallelism_config`,
             without one to the nodes. With `1` plain FSDP or HSDP trains as it is,
             and only the checkpoints are this package's.
-        sync_every (`int`, *optional*, defaults to `8`):
-            H, optimizer steps (`global_step`) between two averagings.
+        sync_every (`int` or `str`, *optional*, defaults to `8`):
+            H, optimizer steps (`global_step`) between two averagings; or a list of periods, `"drift"` or `"auto"`.
         settings (`Any`):
             Every other setting of [`FederationConfig`], by name.
 
@@ -60,7 +61,7 @@ class FedAvgCallback(TrainerCallback):
     ```
     """
 
-    def __init__(self, num_groups: int | None = None, sync_every: int | None = None, **settings: Any) -> None:
+    def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
         self.config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **settings)
         if environment.launch_asks_for_fsdp() and environment.launched_fsdp_version() == 1:
             # Here, since on CPU Accelerate would stop at FSDP1 with a message about missing devices.
@@ -140,7 +141,7 @@ class FedAvgCallback(TrainerCallback):
         self._parallelism.mesh.set_timeout(self.config.timeout_seconds or trainer.args.ddp_timeout)
         self._binding = TrainerBinding(trainer, self._parallelism, self.config)
         self._binding.install(before_train=self._put_in_force, after_train=self._take_back)
-        logger.info("Federated training, %s, averaged every %d steps", layout, self.config.sync_every)
+        logger.info("Federated training, %s, %s", layout, describe(self.config))
 
     @property
     def last_round(self) -> RoundMetrics | None:

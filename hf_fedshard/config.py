@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from . import environment
 from .layout import FederationLayout, split_world
+from .periods import ALLOWED, parse_stages
 
 
 RESHAPE_RULES = ("nearest", "average")
@@ -28,9 +29,26 @@ class FederationConfig:
         num_groups (`int`, *optional*):
             G, the number of federation groups. Defaults to the replicas of the launch config's `parallelism_config`
             (`dp_replicate_size`), without a `parallelism_config` to one group per node.
-        sync_every (`int`, defaults to `8`):
+        sync_every (`int` or `str`, defaults to `8`):
             H, the number of optimizer steps in a round, after which the groups average their parameters. 8 is the
-            period of the FL+FSDP paper (arXiv 2609.20359).
+            period of the FL+FSDP paper (arXiv 2609.20359). Or a list of periods, `"8x100,16"` (100 rounds of 8 steps,
+            then rounds of 16) or `"4x50,*2"` (50 rounds of 4, 50 of 8, 50 of 16, ... up to `max_sync_every`); or
+            `"drift"`, which follows `max_drift`; or `"auto"`, which follows `max_sync_share`.
+        min_sync_every (`int`, defaults to `1`):
+            Shortest period of `"drift"` and `"auto"`.
+        max_sync_every (`int`, defaults to `128`):
+            Longest period of `"drift"`, `"auto"` and a growing list.
+        max_sync_share (`float`, defaults to `0.05`):
+            With `sync_every="auto"`: the share of the time that averaging may take. Step and averaging are measured in
+            the first rounds, of 8 steps, and the shortest period that keeps the share is used from then on.
+        max_drift (`float`, *optional*):
+            With `sync_every="drift"`: the drift (`fedshard/drift`) that the groups may have when they are averaged. Each
+            border sets the next period from the drift it has found.
+        sync_steps_at_start (`int`, defaults to `0`):
+            Optimizer steps of synchronous training over all groups before they are federated (post-local SGD,
+            arXiv 1808.07217): gradients are averaged over the world in every step.
+        sync_steps_at_end (`int`, defaults to `0`):
+            The same for the last steps of a run. The groups' optimizer moments are averaged when they begin.
         bucket_size_bytes (`int`, defaults to `33554432`):
             Size of one flat exchange buffer. Parameters are packed into such buckets; two are alive during a sync.
         log_every_rounds (`int`, defaults to `1`):
@@ -50,7 +68,13 @@ class FederationConfig:
     """
 
     num_groups: int | None = None
-    sync_every: int = 8
+    sync_every: int | str = 8
+    min_sync_every: int = 1
+    max_sync_every: int = 128
+    max_sync_share: float = 0.05
+    max_drift: float | None = None
+    sync_steps_at_start: int = 0
+    sync_steps_at_end: int = 0
     bucket_size_bytes: int = 32 * 2**20
     log_every_rounds: int = 1
     timeout_seconds: float | None = None
@@ -60,7 +84,9 @@ class FederationConfig:
     def __post_init__(self) -> None:
         if self.num_groups is not None:
             _check_int("num_groups", self.num_groups, minimum=1)
-        _check_int("sync_every", self.sync_every, minimum=1)
+        self._check_periods()
+        _check_int("sync_steps_at_start", self.sync_steps_at_start, minimum=0)
+        _check_int("sync_steps_at_end", self.sync_steps_at_end, minimum=0)
         _check_int("bucket_size_bytes", self.bucket_size_bytes, minimum=1024)
         _check_int("log_every_rounds", self.log_every_rounds, minimum=0)
         if self.timeout_seconds is not None:
@@ -71,6 +97,35 @@ class FederationConfig:
                 f"optimizer_on_reshape must be one of {', '.join(RESHAPE_RULES)}, but got "
                 f"{self.optimizer_on_reshape!r}."
             )
+
+    def _check_periods(self) -> None:
+        every = self.sync_every
+        if isinstance(every, str) and every.strip().isdecimal():
+            every = int(every)
+            # The same period must not look like another one where settings are compared.
+            object.__setattr__(self, "sync_every", every)
+        _check_int("min_sync_every", self.min_sync_every, minimum=1)
+        _check_int("max_sync_every", self.max_sync_every, minimum=self.min_sync_every)
+        share, drift = self.max_sync_share, self.max_drift
+        if not (_is_number(share) and 0 < share < 1):
+            raise ValueError(f"max_sync_share must be a number between 0 and 1, but got {share!r}.")
+        if drift is not None and not (_is_number(drift) and 0 < drift < math.inf):
+            raise ValueError(f"max_drift must be a positive number, but got {drift!r}.")
+        if isinstance(every, str):
+            if every == "drift" and drift is None:
+                raise ValueError(
+                    'sync_every="drift" needs max_drift. Log `fedshard/drift` in a short run with a fixed period, and take '
+                    "a value near it."
+                )
+            if every not in ("auto", "drift"):
+                try:
+                    parse_stages(every)
+                except ValueError as error:
+                    raise ValueError(f"sync_every must be {ALLOWED}, but got {every!r}: {error}.") from None
+        elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"sync_every must be {ALLOWED}, but got {every!r}.")
+        if drift is not None and every != "drift":
+            raise ValueError(f'max_drift={drift} is for sync_every="drift", but sync_every is {every!r}.')
 
     @classmethod
     def from_arguments(cls, **explicit: Any) -> FederationConfig:
@@ -108,6 +163,10 @@ class FederationConfig:
     ) -> FederationLayout:
         """See [`split_world`]."""
         return split_world(self.num_groups, world_size, sizes, local_world_size)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_int(name: str, value: Any, minimum: int) -> None:

@@ -39,6 +39,11 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched_rank() -> int:
+    """The number of this process among those that the launcher started (`RANK`), 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def launched_local_world_size() -> int:
     """The number of processes that the launcher started on this node (`LOCAL_WORLD_SIZE`), 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

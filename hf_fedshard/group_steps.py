@@ -18,6 +18,8 @@ from .data import (
     refuse_dispatched_batches,
     shared_seed,
 )
+from .group_data import GroupData
+from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches
 
@@ -36,7 +38,7 @@ class GroupSteps:
     Keeps the data and the token counts of a Trainer's steps inside the federation group, by replacing bound methods on this
     one instance.
 
-    - `get_train_dataloader`: each rank reads its own data.
+    - `get_train_dataloader`: each rank reads its own data, or its part of the group's own.
     - `get_batch_samples`, `_get_num_items_in_batch`: a training step counts the tokens of the group, an evaluation those
       of the world as ever.
     - `label_smoother`: shifts the labels of a causal language model, as it does without FSDP2, which renames the model's
@@ -59,6 +61,8 @@ class GroupSteps:
         self.count_tokens = count_tokens
         self.drawing = False
         """Whether the batches of a training step are being drawn and counted: the accelerator stays in the group then."""
+        self.unique_share = 1.0
+        """How many of the group's samples in an epoch are no repetitions, see [`OwnData`]."""
         self._patches = Patches()
         self._seed = 0
         self._generator: torch.Generator | None = None
@@ -96,19 +100,33 @@ class GroupSteps:
             size = self.parallelism.data_parallel_size
             rank = trainer.accelerator.process_index // self.parallelism.non_data_parallel_size
             seed = shared_seed(trainer.accelerator.device)
+            own = self._own_data(dataset, size, rank)
             try:
-                trainer.train_dataset = endless_if_sharded_by_files(dataset, size, rank)
+                if own is None:
+                    trainer.train_dataset = endless_if_sharded_by_files(dataset, size, rank)
+                else:
+                    trainer.train_dataset = own.dataset
                 with one_seed(seed):
                     dataloader = original()
             finally:
                 config.dispatch_batches, trainer.train_dataset = dispatch, dataset
             refuse_dispatched_batches(dataloader)
+            if own is not None:
+                share_inside_group(dataloader, own)
+            self.unique_share = 1.0 if own is None else own.unique_share
             keep_generators_in_step(dataloader)
             self._seed = trainer.args.data_seed if trainer.args.data_seed is not None else seed
             self._generator = draw_in_one_order(dataloader, self._seed)
             return dataloader
 
         return get_train_dataloader
+
+    def _own_data(self, dataset: Any, size: int, rank: int) -> OwnData | None:
+        if not isinstance(dataset, GroupData):
+            return None
+        mesh = self.parallelism.mesh
+        num_ranks = size // mesh.layout.num_groups
+        return own_data(dataset, mesh.group_index, mesh.layout.num_groups, num_ranks, rank % num_ranks)
 
     def _get_batch_samples(self, original: Method) -> Method:
         def get_batch_samples(*args: Any, **kwargs: Any) -> Any:

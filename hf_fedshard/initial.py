@@ -126,6 +126,28 @@ def verify_one_model(
     Raises:
         FederationMismatchError: On every rank, if a checksum differs anywhere.
     """
+    if _differences(shards, whole, mesh):
+        raise FederationMismatchError(
+            "The federation groups do not hold one model: parameters or buffers differ between ranks that must hold the "
+            "same bits. Nothing may write to the model between preparing it and the first step on some ranks only."
+        )
+
+
+def hold_the_same_bits(several: Sequence[Mapping[str, torch.Tensor]], mesh: FederationMesh) -> bool:
+    """
+    Whether local shards are equal, bit for bit, over groups and replicas. Collective over the world.
+
+    Args:
+        several (`Sequence[Mapping[str, torch.Tensor]]`):
+            Tensors sharded as the parameters are.
+        mesh ([`FederationMesh`]):
+            The federation.
+    """
+    # Every rank gets the same answer for each of them, and so all stop after the same one.
+    return not any(_differences(tensors, {}, mesh) for tensors in several)
+
+
+def _differences(shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], mesh: FederationMesh) -> int:
     differing = torch.zeros((), dtype=torch.int64, device=mesh.device)
     replicas = () if mesh.replicate is None else (mesh.replicate,)
     for tensors, groups in ((shards, (mesh.fed, *replicas)), (whole, (mesh.fed, mesh.group))):
@@ -137,11 +159,7 @@ def verify_one_model(
             differing += (low != high).sum()
     dist.all_reduce(differing, group=mesh.group)
     dist.all_reduce(differing, group=mesh.fed)
-    if differing.item():
-        raise FederationMismatchError(
-            "The federation groups do not hold one model: parameters or buffers differ between ranks that must hold the "
-            "same bits. Nothing may write to the model between preparing it and the first step on some ranks only."
-        )
+    return int(differing)
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -43,6 +43,10 @@ class RoundMetrics:
             Tokens trained by each group over the time it spent between its first step and the border.
         excluded (`tuple[int, ...]`):
             Groups whose parameters were not finite and were left out of the average.
+        period (`int`, *optional*):
+            The period that the round was begun with, where `sync_every` is no fixed one.
+        synchronous (`bool`, defaults to `False`):
+            Whether its steps were synchronised over all groups.
     """
 
     round: int
@@ -55,6 +59,8 @@ class RoundMetrics:
     losses: tuple[float, ...]
     tokens_per_second: tuple[float, ...]
     excluded: tuple[int, ...] = ()
+    period: int | None = None
+    synchronous: bool = False
 
     @property
     def sync_share(self) -> float:
@@ -83,6 +89,10 @@ class RoundMetrics:
         logs.update(_by_group("tokens_per_second", self.tokens_per_second, digits=1))
         if self.excluded:
             logs["excluded_groups"] = len(self.excluded)
+        if self.period is not None:
+            logs["period"] = self.period
+        if self.synchronous:
+            logs["synchronous"] = 1
         return {LOG_PREFIX + name: value for name, value in logs.items()}
 
 
@@ -110,6 +120,8 @@ class Tally:
             Clock when the round began.
         tokens (`float`, defaults to `0`):
             Tokens trained.
+        samples (`float`, defaults to `0`):
+            Samples trained.
         loss_sum (`torch.Tensor` or `float`, defaults to `0.0`):
             Sum of training losses. Stays on the device: reading it would make every step wait for the device.
         num_losses (`int`, defaults to `0`):
@@ -120,6 +132,7 @@ class Tally:
 
     started: float = field(default_factory=time.perf_counter)
     tokens: float = 0
+    samples: float = 0
     loss_sum: torch.Tensor | float = 0.0
     num_losses: int = 0
     waited_seconds: float = 0.0

@@ -92,7 +92,7 @@ def is_undamaged(folder: Path) -> bool:
         return False
 
 
-def check_same_run(folder: Path, layout: FederationLayout, sync_every: int) -> None:
+def check_same_run(folder: Path, layout: FederationLayout, sync_every: int | str) -> None:
     """
     Refuses to resume from parts in another shape: the groups stand at different steps, and hold different models.
 
@@ -101,8 +101,8 @@ def check_same_run(folder: Path, layout: FederationLayout, sync_every: int) -> N
             The checkpoint.
         layout ([`FederationLayout`]):
             The federation that is to resume.
-        sync_every (`int`):
-            Its steps in a round.
+        sync_every (`int` or `str`):
+            Its periods.
 
     Raises:
         CheckpointError: If anything differs; the message says what to do.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
@@ -16,9 +17,11 @@ from .accelerate_checkpoint import AcceleratorCheckpoints, check_border
 from .checkpoint import Place
 from .config import FederationConfig
 from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_batches, shared_seed
+from .group_data import GroupData
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, layout_for
+from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
 from .seams import Patches, check_seam
@@ -36,8 +39,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         num_groups (`int`, *optional*):
             G, the number of federation groups. See [`FederationConfig`] for all settings, their defaults and the
             `FEDSHARD_*` variables.
-        sync_every (`int`, *optional*):
-            H, optimizer steps between two averagings.
+        sync_every (`int` or `str`, *optional*):
+            H, optimizer steps between two averagings; or a list of periods, `"drift"` or `"auto"`.
         settings (`Any`):
             Every other setting of [`FederationConfig`] and every argument of the base class, by name.
 
@@ -62,11 +65,12 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     ```
     """
 
-    def __init__(self, num_groups: int | None = None, sync_every: int | None = None, **settings: Any) -> None:
+    def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
         inherited = {item.name for item in dataclasses.fields(FullyShardedDataParallelPlugin)}
         own = {name: value for name, value in settings.items() if name not in inherited}
         self.federation_config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **own)
         self._parallelism_config: FederatedParallelismConfig | None = None
+        self._own_data: list[OwnData] = []
         super().__init__(**{name: value for name, value in settings.items() if name in inherited})
 
     def __post_init__(self) -> None:
@@ -88,7 +92,34 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             self._parallelism_config = FederatedParallelismConfig(self.federation_config, layout, plugin=self)
         return self._parallelism_config
 
-    def federate(self, accelerator: Accelerator, model: nn.Module, *optimizers: Any) -> Rounds:
+    def group_data(self, data: GroupData) -> Any:
+        """
+        The dataset of this process's group, for a `DataLoader` that is prepared as ever: the ranks of the group share it.
+        Collective over the world; call it when the `Accelerator` is made.
+
+        Args:
+            data ([`GroupData`]):
+                All groups' data.
+
+        Returns:
+            `Dataset` or `IterableDataset`: As long in all groups, repeated where the group has less. With one group all of
+            the data.
+
+        Raises:
+            ValueError: On every rank, if the data does not fit the federation.
+        """
+        mesh = self.parallelism_config.mesh
+        if mesh.layout.num_groups == 1:
+            return data
+        num_ranks = self.parallelism_config.data_parallel_size // mesh.layout.num_groups
+        rank = mesh.group.rank() // self.parallelism_config.non_data_parallel_size
+        own = own_data(data, mesh.group_index, mesh.layout.num_groups, num_ranks, rank)
+        self._own_data.append(own)
+        return own.dataset
+
+    def federate(
+        self, accelerator: Accelerator, model: nn.Module, *optimizers: Any, num_training_steps: int | None = None
+    ) -> Rounds:
         """
         Starts the federation of a prepared model. Collective over the world; call it after `prepare` and before the
         first step.
@@ -100,6 +131,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
                 The prepared model.
             optimizers (`torch.optim.Optimizer` or `AcceleratedOptimizer`):
                 Its optimizers. Defaults to all that the accelerator has prepared.
+            num_training_steps (`int`, *optional*):
+                Optimizer steps of the whole run. Needed with `sync_steps_at_end`.
 
         Returns:
             [`Rounds`]: Call its `step()` after each optimizer step and `finish()` at the end.
@@ -116,22 +149,29 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             if accelerator.num_processes == 1:
                 raise
         accumulation = accelerator.gradient_accumulation_steps
-        agree("the launch", {**versions(), "gradient_accumulation_steps": accumulation}, error)
+        schedule = {"gradient_accumulation_steps": accumulation, "num_training_steps": num_training_steps}
+        agree("the launch", {**versions(), **schedule}, error)
         seed = shared_seed(accelerator.device)
         for dataloader in accelerator._dataloaders:
             keep_generators_in_step(dataloader)
             draw_in_one_order(dataloader, accelerator.dataloader_config.data_seed or seed)
+            for own in self._own_data:
+                if own.dataset is _read_by(dataloader):
+                    share_inside_group(dataloader, own)
         mesh = self.parallelism_config.mesh
         chosen = optimizers or accelerator._optimizers
-        rounds = Rounds(
-            model, mesh, self.federation_config, [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
-        )
+        inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
+        rounds = Rounds(model, mesh, self.federation_config, inner, num_training_steps=num_training_steps)
         place = Place(mesh.layout, mesh.group_index, mesh.group)
         AcceleratorCheckpoints(accelerator, rounds, place, self.federation_config.optimizer_on_reshape)
         if mesh.layout.num_groups > 1:
             ops = GroupOps(mesh.group, mesh.layout.num_groups)
-            # At a border an evaluation is for the world; the step that comes next is the group's.
-            in_group = keep_in_group(accelerator, ops, lambda: model.training or not rounds.at_border)
+
+            def inside() -> bool:
+                # At a border an evaluation is for the world; the step that comes next is the group's.
+                return not rounds.synchronous and (model.training or not rounds.at_border)
+
+            in_group = keep_in_group(accelerator, ops, inside)
             rounds.when_finished(in_group.undo)
             rounds.when_finished(_keep_saving_to_borders(accelerator, rounds).undo)
         return rounds
@@ -145,6 +185,17 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             )
         for dataloader in accelerator._dataloaders:
             refuse_dispatched_batches(dataloader)
+            if isinstance(_read_by(dataloader), GroupData) and self.parallelism_config.mesh.layout.num_groups > 1:
+                raise ValueError(
+                    "A data loader reads the data of all groups. Write `DataLoader(plugin.group_data(data), ...)`: the dataset "
+                    "of this process's group."
+                )
+
+
+def _read_by(dataloader: Any) -> Any:
+    """The dataset of a prepared data loader, without Accelerate's wrapper for streams."""
+    dataset = dataloader.dataset
+    return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
 
 
 def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> Patches:

@@ -14,10 +14,12 @@ from torch import nn
 from . import guard
 from .averaging import Held, ModelAverager
 from .config import FederationConfig
+from .course import Course
 from .handshake import FederationMismatchError
 from .initial import agree_on_model, broadcast_initial_state
 from .mesh import FederationMesh
 from .metrics import RoundMetrics, Tally, exchange_rows, ratios
+from .periods import MeasuredRound
 from .shards import drop_stale_state, reshard
 
 
@@ -59,6 +61,8 @@ class Rounds:
             its parameters were not finite starts with fresh moments.
         one_model (`bool`, defaults to `True`):
             Whether all groups are to start with group 0's weights and buffers. Not where they resume inside a round.
+        num_training_steps (`int`, *optional*):
+            Optimizer steps of the whole run. Needed with `sync_steps_at_end`.
 
     Construction is collective over the world: it compares parameters between ranks, broadcasts group 0's weights and
     buffers, and verifies them.
@@ -75,6 +79,7 @@ class Rounds:
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
         one_model: bool = True,
+        num_training_steps: int | None = None,
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -93,6 +98,8 @@ class Rounds:
         self._parameter_ids = {id(param) for param in model.parameters()}
         self._tally = Tally()
         self._when_finished: list[Callable[[], None]] = []
+        self.course = Course(model, mesh, config, self.optimizers, num_training_steps)
+        self.course.begin()
         guard.attach(self)
 
     def begin_step(self) -> None:
@@ -102,7 +109,22 @@ class Rounds:
         if self.at_border:
             self._tally.started = time.perf_counter()
 
-    def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0) -> bool:
+    @property
+    def synchronous(self) -> bool:
+        """Whether the round that is running, or begins next, consists of steps synchronised over all groups."""
+        return self.course.synchronous
+
+    @property
+    def steps_left(self) -> float:
+        """Steps to the end of the round."""
+        return self.course.steps_left(self.steps)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the round has all of its steps, so that [`~Rounds.close`] is due."""
+        return self.steps_left <= 0
+
+    def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0, samples: float = 0) -> bool:
         """
         Counts one optimizer step of this rank's group, without communication.
 
@@ -111,15 +133,19 @@ class Rounds:
                 The step's training loss on this rank, for the log.
             tokens (`int`, defaults to `0`):
                 Tokens that this rank trained on in the step, for the log.
+            samples (`int`, defaults to `0`):
+                Samples that this rank trained on in the step.
 
         Returns:
-            `bool`: Whether the round has its `sync_every` steps, so that [`~Rounds.close`] is due.
+            `bool`: Whether the round has all of its steps, so that [`~Rounds.close`] is due.
         """
         self.steps += 1
+        self.course.num_steps += 1
         self._tally.tokens += tokens
+        self._tally.samples += samples
         if loss is not None:
             self.add_loss(loss)
-        return self.steps >= self.config.sync_every
+        return self.is_due
 
     def add_loss(self, loss: torch.Tensor | float, num_losses: int = 1) -> None:
         """
@@ -134,7 +160,7 @@ class Rounds:
         self._tally.loss_sum = self._tally.loss_sum + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._tally.num_losses += num_losses
 
-    def step(self, loss: torch.Tensor | float | None = None, tokens: int = 0) -> RoundMetrics | None:
+    def step(self, loss: torch.Tensor | float | None = None, tokens: int = 0, samples: int = 0) -> RoundMetrics | None:
         """
         To be called after every optimizer step: counts it, and averages the groups when the round is over.
 
@@ -146,11 +172,13 @@ class Rounds:
                 The step's training loss on this rank, for the metrics.
             tokens (`int`, defaults to `0`):
                 Tokens that this rank trained on in the step, for the metrics.
+            samples (`int`, defaults to `0`):
+                Samples that this rank trained on in the step.
 
         Returns:
             [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`.
         """
-        return self.close().metrics if self.count_step(loss, tokens) else None
+        return self.close().metrics if self.count_step(loss, tokens, samples) else None
 
     def finish(self) -> RoundMetrics | None:
         """
@@ -162,11 +190,16 @@ class Rounds:
         """
         metrics = None if self.at_border else self.close().metrics
         # A finished federation may be evaluated and saved; an optimizer step on it will be refused.
-        guard.detach(self)
+        self.release()
         for undo in self._when_finished:
             undo()
         self._when_finished.clear()
         return metrics
+
+    def release(self) -> None:
+        """Gives the model up: the guard refuses further optimizer steps on it."""
+        guard.detach(self)
+        self.course.release()
 
     def when_finished(self, undo: Callable[[], None]) -> None:
         """
@@ -178,38 +211,45 @@ class Rounds:
         """
         self._when_finished.append(undo)
 
-    def restore(self, round: int) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Where the federation stands, at a border: numbers of rounds and steps, and the period. Fit for JSON."""
+        return {"round": self.round, **self.course.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
         """
         Told that the model was replaced by a checkpoint's, the same in all groups: a round begins with the next step.
+        Collective over the world where synchronous steps at the end go on.
 
         Args:
-            round (`int`):
-                Rounds behind the model.
+            state (`Mapping[str, Any]`):
+                From [`~Rounds.state_dict`].
         """
         self._next_round()
-        self.round = round
+        self.round = int(state["round"])
+        self.course.load_state_dict(state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands inside the round, as plain values."""
+    def state_inside(self) -> dict[str, Any]:
+        """Where this rank stands inside a round whose steps are its group's own, as plain values."""
         return {
-            "round": self.round,
-            "steps": self.steps,
+            **self.state_dict(),
+            "steps_in_round": self.steps,
             "num_optimizer_steps": self.num_optimizer_steps,
             "trained": self.averager.trained,
             "seconds": self._tally.seconds(),
             "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def restore_inside(self, state: Mapping[str, Any]) -> None:
         """
         Told that the model was replaced by what this rank's group held inside a round.
 
         Args:
             state (`Mapping[str, Any]`):
-                From [`~Rounds.state_dict`], of the same group.
+                From [`~Rounds.state_inside`], of the same group.
         """
         self.round = state["round"]
-        self.steps = state["steps"]
+        self.course.load_state_dict(state)
+        self.steps = state["steps_in_round"]
         self.num_optimizer_steps = state["num_optimizer_steps"]
         self.averager.note_trainable(state["trained"])
         self._tally = Tally(started=time.perf_counter() - state["seconds"], **state["tally"])
@@ -242,8 +282,10 @@ class Rounds:
         Closes the round: every group's parameters become their average. Collective over the world.
 
         Order on every rank: the small exchange of metrics and votes, the buckets of the plan, the buffers, the small
-        exchange of the drift. What is done depends only on values that all ranks have exchanged, so they stay
-        together.
+        exchange of the drift; then the period of the next round, if it is measured, and what its phase needs. What is
+        done depends only on values that all ranks have exchanged, so they stay together.
+
+        After synchronous steps the groups hold one model already: in place of the buckets stands the proof of that.
 
         Args:
             votes (`Mapping[str, bool]`, *optional*):
@@ -272,7 +314,8 @@ class Rounds:
         self._check_rows(rows, held)
         excluded = tuple(group for group, bad in enumerate(rows["not_finite"]) if bad)
         start = time.perf_counter()
-        drift = self.averager.average(held, excluded)
+        together = self.course.holds_one_model(held.shards)
+        drift = self.averager.take_as_it_is(held) if together else self.averager.average(held, excluded)
         metrics = RoundMetrics(
             round=self.round + 1,
             steps=self.steps,
@@ -287,8 +330,19 @@ class Rounds:
                 rows["tokens"], [total / self.mesh.layout.group_size for total in rows["seconds"]], otherwise=0.0
             ),
             excluded=excluded,
+            period=None if isinstance(self.config.sync_every, int) else self.course.period,
+            synchronous=self.synchronous,
+        )
+        self.course.end(
+            MeasuredRound(
+                self.steps,
+                max(rows["seconds"]) / self.mesh.layout.group_size,
+                metrics.sync_seconds,
+                metrics.drift,
+            )
         )
         self._next_round()
+        self.course.begin()
         return Border(
             metrics,
             {name: any(rows[f"vote/{name}"]) for name in votes},
@@ -307,11 +361,11 @@ class Rounds:
             RuntimeError: If the averaging is overdue by more than a round.
         """
         self.num_optimizer_steps += 1
-        limit = 2 * self.config.sync_every * max(len(self.optimizers), 1)
+        limit = 2 * self.course.period * max(len(self.optimizers), 1)
         if self.num_optimizer_steps > limit and self.mesh.layout.num_groups > 1:
             raise RuntimeError(
                 f"{self.num_optimizer_steps} optimizer steps were made since the federation groups were last averaged, "
-                f"with sync_every={self.config.sync_every}. Call `fedavg.step()` after each optimizer step."
+                f"with sync_every={self.course.period}. Call `fedavg.step()` after each optimizer step."
             )
 
     def _row(self, held: Held, seconds: float) -> dict[str, float]:
@@ -321,9 +375,10 @@ class Rounds:
             "plan": zlib.crc32(repr(list(held.shards)).encode()) / group_size,
             "not_finite": float(not held.finite),
             "unmanaged": len(held.unmanaged),
-            "slow_bytes": held.plan.slow_bytes(),
+            "slow_bytes": self.course.slow_bytes(held.plan.slow_bytes()),
             "seconds": seconds,
             "tokens": float(self._tally.tokens),
+            "samples": float(self._tally.samples),
             "loss_sum": float(self._tally.loss_sum),
             "num_losses": self._tally.num_losses,
         }
@@ -365,6 +420,7 @@ class Rounds:
             losses=ratios([float(self._tally.loss_sum)], [self._tally.num_losses], otherwise=float("nan")),
             tokens_per_second=ratios([self._tally.tokens * self.mesh.layout.group_size], [seconds], otherwise=0.0),
         )
+        self.course.end(MeasuredRound(self.steps, seconds, 0.0, 0.0))
         self._next_round()
         return Border(metrics, votes, sums)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.utils import logging
 
-from . import guard
 from .agreement import agree_on_training
 from .checkpoint import together
 from .config import FederationConfig
@@ -44,7 +43,7 @@ class TrainingSession:
             Its settings.
         preemption ([`TrainerPreemption`], *optional*):
             Ends the run before its time, if the run allows that.
-        progress (`dict[str, Any]`, *optional*):
+        inside (`dict[str, Any]`, *optional*):
             Where this rank stood inside a round, to go on from there: [`~TrainingSession.state_dict`].
 
     Raises:
@@ -58,26 +57,35 @@ class TrainingSession:
         mesh: FederationMesh,
         config: FederationConfig,
         preemption: TrainerPreemption | None = None,
-        progress: dict[str, Any] | None = None,
+        inside: dict[str, Any] | None = None,
     ) -> None:
         self.trainer = trainer
         self.mesh = mesh
         self.config = config
         self.preemption = preemption
         self.in_round = False
+        self.unique_share = 1.0
+        """How many of the samples count as new ones, where a group repeats its data."""
         for attribute in TRAINER_COUNTERS:
             check_attribute(trainer, attribute)
-        agree_on_training(trainer, at_border=progress is None)
+        agree_on_training(trainer, at_border=inside is None)
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         model: Any = trainer.model
-        self.rounds = Rounds(model, mesh, config, [optimizer], one_model=progress is None)
+        self.rounds = Rounds(
+            model,
+            mesh,
+            config,
+            [optimizer],
+            one_model=inside is None,
+            num_training_steps=trainer.state.max_steps,
+        )
         # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
         self._at_border = False
         # Whole epochs behind a resumed run; a fraction is exact only to rounding.
         # Epochs begun, those of the run that is resumed included.
         self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
-        self._tokens = 0.0
+        self._tokens = self._samples = 0.0
         inner = mesh.layout.inner
         self._num_copies = inner.get("tp", 1) * inner.get("cp", 1)
         self._counted = trainer.state.global_step
@@ -88,39 +96,33 @@ class TrainingSession:
         self.last_round: RoundMetrics | None = None
         self._alone_at_epoch_end = False
         self._still_to_arrive = False
-        if progress is not None:
-            self._load_state_dict(progress)
-        if config.sync_every > trainer.state.max_steps and trainer.is_world_process_zero():
-            logger.warning(
-                "sync_every=%d is more than the %d steps of this run: the groups are averaged once, at its end.",
-                config.sync_every,
-                trainer.state.max_steps,
-            )
+        if inside is not None:
+            self._go_on_inside(inside)
+        self._warn_of_few_borders()
         samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
         logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands between two steps of a round: what Trainer's own state does not hold."""
         return {
-            "rounds": self.rounds.state_dict(),
+            "rounds": self.rounds.state_inside(),
             "pending_flags": sorted(self._pending_flags),
             "losses_before": self._losses_before,
             "tokens_seen_before": self._tokens_seen_before,
             "trainer": {name: getattr(self.trainer, name) for name in TRAINER_COUNTERS},
         }
 
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
+    def _go_on_inside(self, state: dict[str, Any]) -> None:
         trainer: Any = self.trainer
-        steps = state["rounds"]["steps"]
-        left = min(self.config.sync_every - steps, trainer.state.max_steps - trainer.state.global_step)
+        self.rounds.restore_inside(state["rounds"])
         error = None
-        if left < 1:
+        if self._steps_left < 1:
             error = CheckpointError(
-                f"This group stands at step {trainer.state.global_step}, and the run ends at step "
-                f"{trainer.state.max_steps}. Resume with the max_steps or num_train_epochs of the run that was ended."
+                f"This group stands at step {trainer.state.global_step}, {self.rounds.steps} steps into a round, and the "
+                f"run ends at step {trainer.state.max_steps}, with sync_every={self.config.sync_every}. Resume with the "
+                "max_steps or num_train_epochs, and the periods, of the run that was ended."
             )
         together("Resuming", error)
-        self.rounds.load_state_dict(state["rounds"])
         self._pending_flags = set(state["pending_flags"])
         self._losses_before = state["losses_before"]
         self._tokens_seen_before = state["tokens_seen_before"]
@@ -129,12 +131,28 @@ class TrainingSession:
             setattr(trainer, name, value.to(held.device) if isinstance(held, torch.Tensor) else value)
         self.in_round = True
         # Its last step is the next one, and the others are told before it.
-        self._still_to_arrive = left == 1
+        self._still_to_arrive = self._steps_left == 1
 
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
         self.in_round = False
-        guard.detach(self.rounds)
+        self.rounds.release()
+
+    @property
+    def inside_groups(self) -> bool:
+        """Whether collectives have to stay in the group: a round is running, and not one of synchronous steps."""
+        return self.in_round and not self.rounds.synchronous
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """
+        Goes on where a checkpoint was made. Collective over the world.
+
+        Args:
+            state (`Mapping[str, Any]`):
+                From [`Rounds.state_dict`]; empty at the beginning of a run, or if there were no groups.
+        """
+        # Steps are Trainer's, also where the checkpoint is of a run without groups.
+        self.rounds.restore({"round": 0, **state, "steps": self.trainer.state.global_step})
 
     def after_event(self, event: str, state: TrainerState, control: TrainerControl) -> None:
         """
@@ -181,7 +199,7 @@ class TrainingSession:
 
     def count_tokens(self, batches: list[Any]) -> None:
         """
-        Counts this rank's input tokens for the log.
+        Counts this rank's samples and input tokens for the log and the weights.
 
         Args:
             batches (`list`):
@@ -191,7 +209,9 @@ class TrainingSession:
         for batch in batches:
             tokens = batch.get(name) if hasattr(batch, "get") else None
             # Ranks of a tensor or context parallel axis are given the same batch.
-            self._tokens += tokens.numel() / self._num_copies if isinstance(tokens, torch.Tensor) else 0
+            if isinstance(tokens, torch.Tensor):
+                self._tokens += tokens.numel() / self._num_copies
+                self._samples += len(tokens) / self._num_copies
 
     def take_pending_logs(self) -> dict[str, float]:
         """The metrics of the last round that have not been logged, once."""
@@ -223,6 +243,27 @@ class TrainingSession:
                 # The step that was interrupted belongs to the next round.
                 self._losses_before = self._train_losses()
 
+    def _warn_of_few_borders(self) -> None:
+        config, max_steps = self.config, self.trainer.state.max_steps
+        if not self.trainer.is_world_process_zero():
+            return
+        synchronous = config.sync_steps_at_start + config.sync_steps_at_end
+        period = self.rounds.course.period
+        if synchronous >= max_steps:
+            logger.warning(
+                "sync_steps_at_start=%d and sync_steps_at_end=%d are all of the %d steps of this run: it is synchronous "
+                "throughout.",
+                config.sync_steps_at_start,
+                config.sync_steps_at_end,
+                max_steps,
+            )
+        elif period > max_steps - synchronous:
+            logger.warning(
+                "sync_every=%s is more than the %d federated steps of this run: the groups are averaged once, at their end.",
+                config.sync_every,
+                max_steps - synchronous,
+            )
+
     def _begin_step(self) -> None:
         self._epoch_is_empty = False
         self._at_border = False
@@ -243,11 +284,17 @@ class TrainingSession:
             self._share(control, FLAGS)
             return
         self._hold_back(control)
-        steps_left = min(self.config.sync_every - self.rounds.steps, state.max_steps - state.global_step)
-        if steps_left <= 0:
+        if self._steps_left <= 0:
             # With pre-emption, all groups have said one step ago that they would come.
             self._close(state, control)
-        elif self.preemption is not None and self.preemption.after_step(self.rounds, steps_left, self._border_seconds):
+        elif self.preemption is None:
+            return
+        elif self.rounds.synchronous:
+            # The groups make these steps together, so they end together, and here.
+            asked = {name: float(value) for name, value in self._asked_to_end().items()}
+            if any(exchange_rows(asked, self.mesh)[0][TO_END]):
+                self._close(state, control)
+        elif self.preemption.after_step(self.rounds, self._steps_left, self._border_seconds):
             # An epoch that ends with this step has callbacks to be called, whose requests belong to what is saved.
             self._alone_at_epoch_end = float(state.epoch or 0).is_integer()
             if not self._alone_at_epoch_end:
@@ -277,6 +324,12 @@ class TrainingSession:
             self._close(state, control)
 
     @property
+    def _steps_left(self) -> int:
+        """Steps to the end of the round, or of the training."""
+        state = self.trainer.state
+        return int(min(self.rounds.steps_left, state.max_steps - state.global_step))
+
+    @property
     def _leaving(self) -> bool:
         return self.preemption is not None and self.preemption.leaving
 
@@ -286,9 +339,9 @@ class TrainingSession:
 
     def _wait_for_border(self) -> None:
         """Before a border that was not announced at the end of a step: with pre-emption another group may have left."""
-        if self.preemption is not None and not self.preemption.protocol.wait_for_border(
-            self.rounds.round, self._border_seconds
-        ):
+        if self.preemption is None or self.rounds.synchronous:
+            return
+        if not self.preemption.protocol.wait_for_border(self.rounds.round, self._border_seconds):
             self.preemption.leave_alone(self.rounds, self.state_dict())
 
     def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
@@ -311,8 +364,8 @@ class TrainingSession:
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
         while self._counted < state.global_step:
-            self.rounds.count_step(tokens=self._tokens)
-            self._tokens = 0.0
+            self.rounds.count_step(tokens=self._tokens, samples=self._samples * self.unique_share)
+            self._tokens = self._samples = 0.0
             self._counted += 1
 
     def _hold_back(self, control: TrainerControl) -> None:

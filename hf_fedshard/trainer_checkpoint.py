@@ -95,9 +95,9 @@ class TrainerCheckpoints:
         self.trainer: Any = trainer
         self.place = place
         self.config = config
-        self.round = 0
-        """Rounds behind the model: to be kept up to date by whoever counts them, and restored by a resume."""
-        self.progress: dict[str, Any] | None = None
+        self.progress: dict[str, Any] = {}
+        """From [`Rounds.state_dict`]: to be kept up to date by whoever has the rounds, and restored by a resume."""
+        self.inside: dict[str, Any] | None = None
         """Where this rank stood, if the run resumes inside a round."""
         self.pending_evaluation = False
         """Whether the checkpoint that is saved next leaves an evaluation out, and later whether it is to be made up for."""
@@ -134,8 +134,7 @@ class TrainerCheckpoints:
                 except OSError as problem:
                     error = problem
             together("Cleaning the output directory", error)
-            self.round = 0
-            self.progress, self.pending_evaluation = None, False
+            self.progress, self.inside, self.pending_evaluation = {}, None, False
             if not resume_from_checkpoint:
                 return original(None, *args, **kwargs)
             if resume_from_checkpoint is True:
@@ -271,10 +270,11 @@ class TrainerCheckpoints:
     def _save_state(self, output_dir: str) -> None:
         trainer = self.trainer
         description = {
-            "round": self.round,
+            "round": self.progress.get("round", 0),
             "global_step": trainer.state.global_step,
             "sync_every": self.config.sync_every,
             "pending_evaluation": self.pending_evaluation,
+            "progress": self.progress,
         }
         self._written |= save_federation(Path(output_dir), trainer.model, self.group_state(), self.place, description)
 
@@ -299,11 +299,11 @@ class TrainerCheckpoints:
         error: Exception | None = None
         try:
             load_group_state(folder, self.trainer.model, self.group_state(), self.place, rule)
-            description = read_description(folder)
-            self.round = int(description["round"])
-            self.pending_evaluation = bool(description.get("pending_evaluation"))
-            self.progress = load_progress(folder) if kind_of(folder) == PART else None
-            sentence = describe_reshape(description, self.place.layout, rule)
+            saved = read_description(folder)
+            self.progress = {"round": saved["round"], **saved.get("progress", {})}
+            self.inside = load_progress(folder) if kind_of(folder) == PART else None
+            self.pending_evaluation = bool(saved.get("pending_evaluation"))
+            sentence = describe_reshape(saved, self.place.layout, rule)
             if sentence and dist.get_rank() == 0:
                 logger.warning(sentence)
         except CheckpointError as problem:

@@ -42,9 +42,17 @@ class Counter:
 class Loop:
     """A loop over two epochs of 6 steps with all that can be saved."""
 
-    def __init__(self, folder: str, num_groups: int = 2, seed: int = 0, kind: str = "llama", **options: Any) -> None:
+    def __init__(
+        self,
+        folder: str,
+        num_groups: int = 2,
+        seed: int = 0,
+        kind: str = "llama",
+        sync_every: int | str = 2,
+        **options: Any,
+    ) -> None:
         forget_meshes()
-        self.plugin = FederatedFSDPPlugin(num_groups=num_groups, sync_every=2, **options)
+        self.plugin = FederatedFSDPPlugin(num_groups=num_groups, sync_every=sync_every, **options)
         project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = Accelerator(
             fsdp_plugin=self.plugin,
@@ -63,7 +71,7 @@ class Loop:
         )
         self.counter = Counter()
         self.accelerator.register_for_checkpointing(self.counter)
-        self.fedavg = self.plugin.federate(self.accelerator, self.model)
+        self.fedavg = self.plugin.federate(self.accelerator, self.model, num_training_steps=STEPS)
         self.recorder = BatchRecorder(self.model)
 
     def train(self, until: int, save_at: tuple[int, ...] = ()) -> None:
@@ -146,6 +154,25 @@ def test_resume_is_exact(size: int, tmp_path: Path, request: pytest.FixtureReque
     exported = AutoModelForCausalLM.from_pretrained(export_checkpoint(checkpoint, tmp_path / "out"))
     loaded = run(pool, resumed, tmp_path, str(checkpoint), until=None)
     assert not differences(exported.state_dict(), loaded[0]["model"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_steps_at_start": 5},
+        {"sync_steps_at_end": 5},
+        {"sync_every": "1x1,3x1,2x1,3", "sync_steps_at_end": 1},
+        {"sync_every": "drift", "max_drift": 0.02, "max_sync_every": 4},
+    ],
+    ids=["synchronous start", "synchronous end", "list", "drift"],
+)
+def test_resume_on_course(world4: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """The place in the run is restored: the period, and whether the next steps are synchronous."""
+    whole = run(world4, through, tmp_path, (4,), **options)
+    again = run(world4, resumed, tmp_path, None, **options)
+    for before, after in zip(whole, again, strict=True):
+        assert not differences(before.pop("batches")[-5:], after.pop("batches"))
+        assert not differences(before, after)
 
 
 def test_limit_and_damage(world4: WorkerPool, tmp_path: Path) -> None:

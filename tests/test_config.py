@@ -17,6 +17,11 @@ from tests.harness.environment import patched_environment
 OTHERS = {
     "num_groups": (6, "6"),
     "sync_every": (3, "3"),
+    "min_sync_every": (2, "2"),
+    "max_sync_every": (64, "64"),
+    "max_sync_share": (0.1, "0.1"),
+    "sync_steps_at_start": (5, "5"),
+    "sync_steps_at_end": (6, "6"),
     "bucket_size_bytes": (4096, "4096"),
     "log_every_rounds": (0, "0"),
     "timeout_seconds": (1.5, "1.5"),
@@ -36,13 +41,20 @@ def test_defaults() -> None:
     assert dataclasses.asdict(FederationConfig.from_arguments()) == {
         "num_groups": None,
         "sync_every": 8,
+        "min_sync_every": 1,
+        "max_sync_every": 128,
+        "max_sync_share": 0.05,
+        "max_drift": None,
+        "sync_steps_at_start": 0,
+        "sync_steps_at_end": 0,
         "bucket_size_bytes": 32 * 2**20,
         "log_every_rounds": 1,
         "timeout_seconds": None,
         "optimizer_on_reshape": "nearest",
         "preemption_grace_seconds": 20.0,
     }
-    assert {item.name for item in dataclasses.fields(FederationConfig)} == set(OTHERS)
+    # Of use with one value of another field only.
+    assert {item.name for item in dataclasses.fields(FederationConfig)} == {*OTHERS, "max_drift"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -54,7 +66,9 @@ def test_explicit_beats_environment_beats_default(name: str, monkeypatch: pytest
     read = getattr(FederationConfig.from_arguments(), name)
     assert (read, type(read)) == (value, type(value))
     assert getattr(FederationConfig.from_arguments(**{name: None}), name) == value
-    explicit = 2048 if isinstance(value, (int, float)) else default
+    explicit = 0.5 if isinstance(default, float) else 2048 if isinstance(value, (int, float)) else default
+    if name == "min_sync_every":
+        explicit = 7
     assert getattr(FederationConfig.from_arguments(**{name: explicit}), name) == explicit
     monkeypatch.setenv(f"FEDSHARD_{name.upper()}", "")
     assert getattr(FederationConfig.from_arguments(), name) == default
@@ -77,7 +91,7 @@ def test_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "text", "kind"),
     [
         ("num_groups", "two", "an integer"),
-        ("sync_every", "8.0", "an integer"),
+        ("max_sync_every", "8.0", "an integer"),
         ("bucket_size_bytes", "32MiB", "an integer"),
         ("log_every_rounds", "never", "an integer"),
         ("timeout_seconds", "30s", "a number"),
@@ -92,12 +106,21 @@ def test_variable_that_does_not_parse(name: str, text: str, kind: str, monkeypat
 
 def test_variable_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSHARD_SYNC_EVERY", "0")
-    with pytest.raises(ValueError, match="sync_every must be an integer of at least 1, but got 0"):
+    with pytest.raises(ValueError, match="sync_every must be an integer of at least 1, .*, but got 0"):
         FederationConfig.from_arguments()
 
 
 @pytest.mark.parametrize(
-    ("name", "minimum"), [("num_groups", 1), ("sync_every", 1), ("bucket_size_bytes", 1024), ("log_every_rounds", 0)]
+    ("name", "minimum"),
+    [
+        ("num_groups", 1),
+        ("min_sync_every", 1),
+        ("max_sync_every", 1),
+        ("sync_steps_at_start", 0),
+        ("sync_steps_at_end", 0),
+        ("bucket_size_bytes", 1024),
+        ("log_every_rounds", 0),
+    ],
 )
 def test_range_of_integers(name: str, minimum: int) -> None:
     assert getattr(FederationConfig(**{name: minimum}), name) == minimum
@@ -105,6 +128,58 @@ def test_range_of_integers(name: str, minimum: int) -> None:
         with pytest.raises(ValueError) as caught:
             FederationConfig(**{name: wrong})  # type: ignore[arg-type]
         assert str(caught.value) == f"{name} must be an integer of at least {minimum}, but got {wrong!r}."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (0, ""),
+        (-1, ""),
+        (8.0, ""),
+        (True, ""),
+        ("", "no list"),
+        ("8x", "no list"),
+        ("0", ""),
+        ("8,16", "only the last"),
+        ("*2", "no list"),
+        ("8x2,*0", "no list"),
+        ("8,*2", "only the last"),
+        ("weekly", "no list"),
+        ("4x2,8x0", "no list"),
+    ],
+)
+def test_range_of_the_period(wrong: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^sync_every must be an integer of at least 1, a list .*, but got .*{why}"):
+        FederationConfig(sync_every=wrong)
+
+
+@pytest.mark.parametrize("every", [1, "auto", "8x100,16", "4x50,*2", "8x100", "8"])
+def test_periods_that_are_allowed(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSHARD_SYNC_EVERY", str(every))
+    config = FederationConfig.from_arguments()
+    assert config.sync_every == FederationConfig(sync_every=every).sync_every == (8 if every == "8" else every)
+    assert FedAvgCallback().config == FederatedFSDPPlugin().federation_config == config
+
+
+def test_periods_by_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match='sync_every="drift" needs max_drift'):
+        FederationConfig(sync_every="drift")
+    with pytest.raises(ValueError, match='max_drift=0.1 is for sync_every="drift", but sync_every is 8'):
+        FederationConfig(max_drift=0.1)
+    for wrong in (0, -0.1, math.inf, "0.1", True):
+        with pytest.raises(ValueError, match="max_drift must be a positive number, but got"):
+            FederationConfig(sync_every="drift", max_drift=wrong)  # type: ignore[arg-type]
+    monkeypatch.setenv("FEDSHARD_SYNC_EVERY", "drift")
+    monkeypatch.setenv("FEDSHARD_MAX_DRIFT", "0.01")
+    assert FedAvgCallback().config == FederationConfig(sync_every="drift", max_drift=0.01)
+
+
+def test_bounds_of_the_period() -> None:
+    with pytest.raises(ValueError, match="max_sync_every must be an integer of at least 9, but got 8"):
+        FederationConfig(min_sync_every=9, max_sync_every=8)
+    for wrong in (0, 1, 1.5, -0.1, math.nan, "0.1", True):
+        with pytest.raises(ValueError, match="max_sync_share must be a number between 0 and 1, but got"):
+            FederationConfig(max_sync_share=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, math.inf, math.nan, "30", True])

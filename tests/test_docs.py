@@ -193,7 +193,7 @@ def _execute(code: str, folder: str, with_imports: bool = False, prepare_cpu: bo
         "dataloader": DataLoader(data, batch_size=1, collate_fn=collate),
         "args": tiny_arguments(folder, max_steps=9),
         "train_dataset": data,
-        "dataset": data,
+        "dataset": ListDataset([{**row, **about} for row, about in zip(token_samples(32), _addresses(), strict=True)]),
     }
     names |= _checkpoints_for(code, folder, names)
     if with_imports:
@@ -213,6 +213,11 @@ def _execute(code: str, folder: str, with_imports: bool = False, prepare_cpu: bo
         "loop rounds": fedavg.round if fedavg is not None else None,
         "groups open": torch.distributed.is_initialized(),
     }
+
+
+def _addresses() -> list[dict[str, Any]]:
+    """Columns of the corpus."""
+    return [{"year": 1990 + index, "party": ("Republican", "Democratic")[index // 8 % 2]} for index in range(32)]
 
 
 def _checkpoints_for(code: str, folder: str, names: dict[str, Any]) -> dict[str, Any]:

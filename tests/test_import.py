@@ -32,6 +32,10 @@ CORE = (
     "guard",
     "metrics",
     "rounds",
+    "periods",
+    "measured_periods",
+    "synchronous",
+    "course",
 )
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 

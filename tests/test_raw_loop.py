@@ -29,7 +29,12 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def raw_loop(
-    num_epochs: int, num_batches: int, seedable: bool = False, federated: bool = True, **options: Any
+    num_epochs: int,
+    num_batches: int,
+    seedable: bool = False,
+    federated: bool = True,
+    num_training_steps: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin
@@ -57,7 +62,9 @@ def raw_loop(
     optimizer = adamw(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    fedavg = plugin.federate(accelerator, model, optimizer) if federated else None
+    fedavg = None
+    if federated:
+        fedavg = plugin.federate(accelerator, model, optimizer, num_training_steps=num_training_steps)
     found: dict[str, Any] = {"start": full_state(model), "epochs": [], "rates": [], "rounds": [], "norms": []}
     for _ in range(num_epochs):
         batches = []

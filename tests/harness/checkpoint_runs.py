@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, _redistribute
 from transformers import Trainer, TrainingArguments
 
-from hf_fedshard import FedAvgCallback, guard
+from hf_fedshard import FedAvgCallback, FederationConfig, guard
 
 from .data import BatchRecorder, ListDataset, collate, feature_samples, token_samples
 from .models import add_lora, tiny_batchnorm, tiny_llama
@@ -58,13 +58,14 @@ def make_trainer(
     folder: str,
     kind: str = "llama",
     num_groups: int = 2,
-    sync_every: int = 2,
+    sync_every: int | str = 2,
     seed: int = 0,
     callbacks: tuple[Any, ...] = (),
     trainer_class: type[Trainer] = Trainer,
     options: dict[str, Any] | None = None,
     rule: str | None = None,
     processing_class: Any = None,
+    data: Any = None,
     **changes: Any,
 ) -> Trainer:
     """
@@ -75,7 +76,7 @@ def make_trainer(
             See [`make_model`].
         num_groups (`int`, *optional*, defaults to 2):
             Federation groups.
-        sync_every (`int`, *optional*, defaults to 2):
+        sync_every (`int` or `str`, *optional*, defaults to 2):
             Steps in a round.
         seed (`int`, *optional*, defaults to 0):
             Seed of the weights.
@@ -89,8 +90,10 @@ def make_trainer(
             `optimizer_on_reshape`.
         processing_class (`Any`, *optional*):
             A tokenizer.
+        data (`Any`, *optional*):
+            In place of the samples that go with the kind.
         changes (`Any`):
-            Arguments of `TrainingArguments`.
+            Arguments of `TrainingArguments`, or settings of the federation.
 
     Returns:
         `Trainer`: 10 steps in epochs of 6, saved every 4.
@@ -110,16 +113,17 @@ def make_trainer(
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,
     }
+    settings = {name: changes.pop(name) for name in FederationConfig.names() if name in changes}
     samples = feature_samples(24) if kind == "batchnorm" else token_samples(24)
     return trainer_class(
         model=make_model(kind, seed),
         args=TrainingArguments(**{**defaults, **changes}),
-        train_dataset=ListDataset(samples),
+        train_dataset=ListDataset(samples) if data is None else data,
         eval_dataset=ListDataset(samples[:8]),
         data_collator=collate,
         processing_class=processing_class,
         callbacks=[
-            FedAvgCallback(num_groups=num_groups, sync_every=sync_every, optimizer_on_reshape=rule),
+            FedAvgCallback(num_groups=num_groups, sync_every=sync_every, optimizer_on_reshape=rule, **settings),
             *(callback() if isinstance(callback, type) else callback for callback in callbacks),
         ],
         **(options or {}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def refer(
     ranks: list[dict[str, Any]],
     kind: str = "llama",
     num_groups: int = 2,
-    sync_every: int = 3,
+    sync_every: int | Collection[int] = 3,
     accumulation: int = 2,
     optimizer: Callable[..., torch.optim.Optimizer] = adamw_as_trainer,
     learning_rate: float = LEARNING_RATE,

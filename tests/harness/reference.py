@@ -6,7 +6,7 @@ has to reproduce. It follows the algorithm literally and shares no code with the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,7 +55,7 @@ class ReferenceResult:
 def train_reference(
     model_factory: Callable[[], nn.Module],
     batches: Sequence[Sequence[Sequence[Sequence[Batch]]]],
-    sync_every: int,
+    sync_every: int | Collection[int],
     optimizer_factory: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     learning_rate: Callable[[int], float] | None = None,
     max_grad_norm: float | None = None,
@@ -63,6 +63,7 @@ def train_reference(
     count: Callable[[Batch], int] | None = None,
     weights: Callable[[int, list[int]], Sequence[float]] | None = None,
     outer: Callable[[State, State, int], State] | None = None,
+    synchronous: Callable[[int], bool] = lambda step: False,
 ) -> ReferenceResult:
     """
     Trains, averaging after each `sync_every` optimizer steps and after the last one.
@@ -73,7 +74,7 @@ def train_reference(
         batches (`Sequence`):
             `[step][group][rank inside the group][micro-batch]`, as [`batches_by_step`] gives it.
         sync_every (`int`):
-            H, optimizer steps in a round.
+            H, optimizer steps in a round, or the numbers of steps after which the groups are averaged.
         optimizer_factory (`Callable`):
             Makes a group's optimizer from its trainable parameters.
         learning_rate (`Callable[[int], float]`, *optional*):
@@ -88,6 +89,9 @@ def train_reference(
             `weights(round, items)` with the items which each group has seen in the round. Uniform by default.
         outer (`Callable[[State, State, int], State]`, *optional*):
             `outer(previous, average, round)`: trainable parameters after the border. The average by default.
+        synchronous (`Callable[[int], bool]`, *optional*):
+            Whether the step with this number, from 0, has one batch over all groups. Where such steps begin, the groups'
+            optimizer moments are averaged.
 
     Returns:
         `ReferenceResult`: Weights, losses, norms.
@@ -105,6 +109,11 @@ def train_reference(
     seen = [0] * num_groups
 
     for step, step_batches in enumerate(batches):
+        if synchronous(step):
+            # Every group computes the same step, of the ranks of all groups.
+            if step and not synchronous(step - 1):
+                _average_moments(optimizers)
+            step_batches = [[rank for group in step_batches for rank in group]] * num_groups
         losses, norms, items = [], [], []
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for param_group in optimizer.param_groups if learning_rate else ():
@@ -113,12 +122,12 @@ def train_reference(
             model.train()
             total = 0.0
             for rank, micro_batches in enumerate(step_batches[group]):
-                _load(dict(model.named_buffers()), buffers[group][rank])
+                _load(dict(model.named_buffers()), buffers[group][rank % num_ranks])
                 for batch in micro_batches:
                     value = loss(model, batch, num_items)
                     value.backward()
                     total += value.item()
-                buffers[group][rank] = _clone(dict(model.named_buffers()))
+                buffers[group][rank % num_ranks] = _clone(dict(model.named_buffers()))
             limit = float("inf") if max_grad_norm is None else max_grad_norm
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
@@ -130,7 +139,8 @@ def train_reference(
         result.grad_norms.append(norms)
         result.num_items.append(items)
 
-        if (step + 1) % sync_every == 0 or step + 1 == len(batches):
+        due = (step + 1) % sync_every == 0 if isinstance(sync_every, int) else step + 1 in sync_every
+        if due or step + 1 == len(batches):
             number = len(result.borders)
             shares = weights(number, seen) if weights else [1.0 / num_groups] * num_groups
             average = weighted_average([_trainable(model) for model in models], shares)
@@ -208,6 +218,16 @@ def weighted_average(states: Sequence[State], weights: Sequence[float]) -> State
                 state[name].detach().to(dtype) * weight for state, weight in zip(states, weights, strict=True)
             )
     return average
+
+
+@torch.no_grad()
+def _average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for states in zip(*(list(optimizer.state.values()) for optimizer in optimizers), strict=True):
+        for name, value in states[0].items():
+            if value.ndim:
+                mean = sum(state[name] for state in states) / len(states)
+                for state in states:
+                    state[name].copy_(mean)
 
 
 def _trainable(model: nn.Module) -> State:

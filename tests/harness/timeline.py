@@ -92,12 +92,22 @@ class Timeline:
         Returns:
             `list[Collective]`: What was issued between two borders, in order.
         """
-        inside, found = False, []
+        return [collective for collectives in self.by_round() for collective in collectives]
+
+    def by_round(self) -> list[list[Collective]]:
+        """
+        Returns:
+            `list[list[Collective]]`: The same, for each round.
+        """
+        inside = False
+        found: list[list[Collective]] = []
         for collective in self.collectives:
             if len(collective.ranks) == 1 and collective.num_elements in (ROUND, BORDER):
+                if not inside and collective.num_elements == ROUND:
+                    found.append([])
                 inside = collective.num_elements == ROUND
             elif inside:
-                found.append(collective)
+                found[-1].append(collective)
         return found
 
     def crossing_inside_rounds(self) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
-from hf_fedshard import cpu
+from hf_fedshard import Rounds, cpu
 from hf_fedshard.shards import reshard
 
 from .data import IGNORED_LABEL, Batch, ListDataset, collate, feature_samples, token_samples
@@ -77,23 +78,24 @@ def native_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = No
 class RecordingTrainer(Trainer):
     """Keeps each batch that it trains on, the token count that reaches the model, and the model at each border."""
 
-    def record(self, sync_every: int) -> None:
-        """
-        Starts recording.
-
-        Args:
-            sync_every (`int`):
-                Steps in a round.
-        """
+    def record(self) -> None:
+        """Starts recording."""
         self.batches: list[Batch] = []
         self.counts: list[Any] = []
         self.borders: list[State] = []
-        trainer = self
+        trainer, closed = self, []
+        close = Rounds.close
+
+        def noting_close(rounds: Rounds, *args: Any, **kwargs: Any) -> Any:
+            closed.append(trainer.state.global_step)
+            return close(rounds, *args, **kwargs)
+
+        mock.patch.object(Rounds, "close", noting_close).start()
 
         class Borders(TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 # The step ahead of this one ended a round: the model must be the average by now.
-                if state.global_step and state.global_step % sync_every == 0:
+                if closed and closed[-1] == state.global_step:
                     trainer.borders.append(full_state(trainer.model))
 
         self.add_callback(Borders())
@@ -129,12 +131,14 @@ def train(
     folder: str,
     kind: str = "llama",
     num_groups: int | None = 2,
-    sync_every: int = 3,
+    sync_every: int | str | None = 3,
     federated: bool = True,
     length: int = 12,
     uneven: bool = True,
     native: bool = False,
     pooled: bool = True,
+    settings: dict[str, Any] | None = None,
+    data: Any = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """
@@ -147,7 +151,7 @@ def train(
             For [`make_model`].
         num_groups (`int`, *optional*, defaults to 2):
             Federation groups, `None` to leave it to the launch.
-        sync_every (`int`, *optional*, defaults to 3):
+        sync_every (`int` or `str`, *optional*, defaults to 3):
             Steps in a round.
         federated (`bool`, *optional*, defaults to `True`):
             Whether to give the callback.
@@ -160,6 +164,10 @@ def train(
         pooled (`bool`, *optional*, defaults to `True`):
             Whether this is a pool's process. In a launched one the callback is given as a class, and all settings come
             from the environment.
+        settings (`dict`, *optional*):
+            More settings of the federation.
+        data (`Any`, *optional*):
+            In place of the samples that go with the kind.
         changes (`Any`):
             Arguments of `TrainingArguments`.
 
@@ -171,7 +179,7 @@ def train(
     callback: Any = FedAvgCallback
     if pooled:
         cpu.install()  # the plain run too needs FSDP2 on CPU
-        callback = FedAvgCallback(num_groups=num_groups, sync_every=sync_every)
+        callback = FedAvgCallback(num_groups=num_groups, sync_every=sync_every, **(settings or {}))
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -185,13 +193,16 @@ def train(
     trainer = RecordingTrainer(
         model=make_model(kind),
         args=tiny_arguments(folder, **{**defaults, **changes}),
-        train_dataset=ListDataset(samples),
+        train_dataset=ListDataset(samples) if data is None else data,
         data_collator=collate,
         compute_loss_func=native_loss if native else None,
         callbacks=[callback] if federated else [],
     )
-    trainer.record(sync_every)
-    trainer.train()
+    trainer.record()
+    try:
+        trainer.train()
+    finally:
+        mock.patch.stopall()
     return {
         "state": full_state(trainer.model),
         "borders": trainer.borders,

@@ -1,0 +1,174 @@
+"""The course of a federated run: how long each round is, and whether its steps are synchronised over all groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .config import FederationConfig
+from .initial import hold_the_same_bits
+from .measured_periods import make_periods
+from .mesh import FederationMesh
+from .periods import MeasuredRound
+from .synchronous import GradientSync, Phases, unify_moments
+
+
+logger = logging.getLogger(__name__)
+
+
+class Course:
+    """
+    Knows where in a run the model is, and what comes next. Changes at borders only, on all ranks alike.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model.
+        mesh ([`FederationMesh`]):
+            The federation. With one group there is nothing to choose and nothing to synchronise.
+        config ([`FederationConfig`]):
+            Its settings.
+        optimizers (`Sequence[torch.optim.Optimizer]`):
+            The inner optimizers.
+        num_training_steps (`int`, *optional*):
+            Optimizer steps of the whole run.
+
+    Attributes:
+        num_steps (`int`): Optimizer steps behind, those of the running round included.
+        synchronous (`bool`): Whether the steps of the round that is running, or begins next, are synchronous.
+
+    Raises:
+        ValueError: If the length of the run is needed and missing, or FSDP2's seam is taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: FederationMesh,
+        config: FederationConfig,
+        optimizers: Sequence[torch.optim.Optimizer],
+        num_training_steps: int | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.config = config
+        self.optimizers = optimizers
+        self.num_steps = 0
+        self.synchronous = False
+        self.periods = make_periods(config)
+        self.phases = Phases(config.sync_steps_at_start, config.sync_steps_at_end, num_training_steps)
+        self._gradients: GradientSync | None = None
+        if mesh.layout.num_groups > 1 and (config.sync_steps_at_start or config.sync_steps_at_end):
+            self._gradients = GradientSync(model, mesh)
+
+    @property
+    def period(self) -> int:
+        """H of the round that is running or begins next."""
+        return self.periods.current
+
+    def steps_left(self, steps: int) -> float:
+        """
+        Steps to the end of the running round, which comes after a period, and where synchronous steps begin or end.
+
+        Args:
+            steps (`int`):
+                Its steps so far, which [`~Course.num_steps`] includes.
+        """
+        return min(self.period, self.phases.steps_left(self.num_steps - steps)) - steps
+
+    def begin(self) -> None:
+        """
+        Prepares the round that begins next, at a border. Collective over the world where synchronous steps begin: the
+        groups' optimizers then get one state.
+        """
+        if self._gradients is None:
+            return
+        before, self.synchronous = self.synchronous, self.phases.is_synchronous(self.num_steps)
+        if self.synchronous and not before and self.num_steps:
+            sent, _ = unify_moments(self.optimizers, self.mesh, self.config.bucket_size_bytes)
+            self._gradients.bytes_sent += sent
+        self._gradients.switch(self.synchronous)
+
+    def end(self, found: MeasuredRound) -> None:
+        """
+        Chooses the next period. Collective over the world where the choice rests on measurements: all ranks take rank 0's.
+
+        Args:
+            found ([`MeasuredRound`]):
+                The round that has ended. Synchronous ones tell nothing about the period.
+        """
+        measured = self.periods.measured
+        if self.synchronous or (measured and self.mesh.layout.num_groups == 1):
+            return
+        self.periods.after_round(found)
+        if measured:
+            chosen = torch.tensor(self.period, dtype=torch.int64, device=self.mesh.device)
+            dist.broadcast(chosen, src=0)
+            self.periods.current = int(chosen)
+        if self.periods.news and dist.get_rank() == 0:
+            logger.info(self.periods.news)
+        self.periods.news = ""
+
+    def holds_one_model(self, shards: Mapping[str, torch.Tensor]) -> bool:
+        """
+        Whether the groups hold one model already at the end of a round, as they do after synchronous steps. Collective over
+        the world after those.
+
+        Args:
+            shards (`Mapping[str, torch.Tensor]`):
+                This rank's.
+        """
+        if not self.synchronous:
+            return False
+        equal = hold_the_same_bits([shards], self.mesh)
+        if not equal and dist.get_rank() == 0:
+            logger.warning(
+                "The groups differ after synchronous steps: something else than the optimizer has changed parameters on "
+                "some ranks only. They are averaged."
+            )
+        return equal
+
+    def slow_bytes(self, of_averaging: int) -> int:
+        """
+        Bytes that this rank sends to other groups in the round that ends.
+
+        Args:
+            of_averaging (`int`):
+                What an averaging takes.
+        """
+        if self._gradients is None:
+            return of_averaging
+        return self._gradients.take_bytes() + (0 if self.synchronous else of_averaging)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, at a border, fit for JSON."""
+        # What was measured holds for this shape of the world alone.
+        shape = str(self.mesh.layout) if self.periods.measured else ""
+        periods = {"sync_every": self.config.sync_every, "shape": shape, **self.periods.state_dict()}
+        return {"steps": self.num_steps, "periods": periods}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Goes on from a checkpoint's place. Collective over the world where synchronous steps at the end go on.
+
+        Args:
+            state (`Mapping[str, Any]`):
+                From [`~Course.state_dict`]. With another `sync_every`, or another shape of the world where the period was
+                measured, the periods begin anew.
+        """
+        self.num_steps = int(state.get("steps", 0))
+        self.periods = make_periods(self.config)
+        stored = dict(state.get("periods") or {})
+        same = stored.pop("sync_every", None) == self.config.sync_every
+        if stored.pop("shape", "") in ("", str(self.mesh.layout)) and same:
+            self.periods.load_state_dict(stored)
+        self.synchronous = False
+        self.begin()
+
+    def release(self) -> None:
+        """Takes the hooks out of the model."""
+        if self._gradients is not None:
+            self._gradients.switch(False)
