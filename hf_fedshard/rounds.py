@@ -189,7 +189,7 @@ class Rounds:
         self._next_round()
         self.round = round
 
-    def state_dict(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Where this rank stands inside the round, as plain values."""
         return {
             "round": self.round,
@@ -200,13 +200,13 @@ class Rounds:
             "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def go_on(self, state: Mapping[str, Any]) -> None:
         """
         Told that the model was replaced by what this rank's group held inside a round.
 
         Args:
             state (`Mapping[str, Any]`):
-                From [`~Rounds.state_dict`], of the same group.
+                From [`~Rounds.progress`], of the same group.
         """
         self.round = state["round"]
         self.steps = state["steps"]

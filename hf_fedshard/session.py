@@ -45,7 +45,7 @@ class TrainingSession:
         preemption ([`TrainerPreemption`], *optional*):
             Ends the run before its time, if the run allows that.
         progress (`dict[str, Any]`, *optional*):
-            Where this rank stood inside a round, to go on from there: [`~TrainingSession.state_dict`].
+            Where this rank stood inside a round, to go on from there: [`~TrainingSession.progress`].
 
     Raises:
         FederationMismatchError: On every rank, if the ranks plan different schedules or hold different models.
@@ -89,7 +89,7 @@ class TrainingSession:
         self._alone_at_epoch_end = False
         self._still_to_arrive = False
         if progress is not None:
-            self._load_state_dict(progress)
+            self._go_on(progress)
         if config.sync_every > trainer.state.max_steps and trainer.is_world_process_zero():
             logger.warning(
                 "sync_every=%d is more than the %d steps of this run: the groups are averaged once, at its end.",
@@ -99,17 +99,17 @@ class TrainingSession:
         samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
         logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
 
-    def state_dict(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Where this rank stands between two steps of a round: what Trainer's own state does not hold."""
         return {
-            "rounds": self.rounds.state_dict(),
+            "rounds": self.rounds.progress(),
             "pending_flags": sorted(self._pending_flags),
             "losses_before": self._losses_before,
             "tokens_seen_before": self._tokens_seen_before,
             "trainer": {name: getattr(self.trainer, name) for name in TRAINER_COUNTERS},
         }
 
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
+    def _go_on(self, state: dict[str, Any]) -> None:
         trainer: Any = self.trainer
         steps = state["rounds"]["steps"]
         left = min(self.config.sync_every - steps, trainer.state.max_steps - trainer.state.global_step)
@@ -120,7 +120,7 @@ class TrainingSession:
                 f"{trainer.state.max_steps}. Resume with the max_steps or num_train_epochs of the run that was ended."
             )
         together("Resuming", error)
-        self.rounds.load_state_dict(state["rounds"])
+        self.rounds.go_on(state["rounds"])
         self._pending_flags = set(state["pending_flags"])
         self._losses_before = state["losses_before"]
         self._tokens_seen_before = state["tokens_seen_before"]
@@ -251,7 +251,7 @@ class TrainingSession:
             # An epoch that ends with this step has callbacks to be called, whose requests belong to what is saved.
             self._alone_at_epoch_end = float(state.epoch or 0).is_integer()
             if not self._alone_at_epoch_end:
-                self.preemption.leave_alone(self.rounds, self.state_dict())
+                self.preemption.leave_alone(self.rounds, self.progress())
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
         if self._epoch_is_empty and state.global_step == 0:
@@ -271,7 +271,7 @@ class TrainingSession:
         self._hold_back(control)
         if self._alone_at_epoch_end:
             assert self.preemption is not None
-            self.preemption.leave_alone(self.rounds, self.state_dict())
+            self.preemption.leave_alone(self.rounds, self.progress())
         if ends_here:
             self._wait_for_border()
             self._close(state, control)
@@ -289,7 +289,7 @@ class TrainingSession:
         if self.preemption is not None and not self.preemption.protocol.wait_for_border(
             self.rounds.round, self._border_seconds
         ):
-            self.preemption.leave_alone(self.rounds, self.state_dict())
+            self.preemption.leave_alone(self.rounds, self.progress())
 
     def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
         """At a border: what any rank asks for holds for all."""
