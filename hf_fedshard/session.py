@@ -229,7 +229,7 @@ class TrainingSession:
         self.in_round = True
         if self._still_to_arrive:
             self._still_to_arrive = False
-            self._wait_for_border()
+            self._wait_for_border(untouched=True)
         self.rounds.begin_step()
         if self._losses_before is None:
             self._losses_before = self._train_losses()
@@ -284,12 +284,12 @@ class TrainingSession:
     def _border_seconds(self) -> float:
         return self.last_round.sync_seconds if self.last_round is not None else 0.0
 
-    def _wait_for_border(self) -> None:
+    def _wait_for_border(self, untouched: bool = False) -> None:
         """Before a border that was not announced at the end of a step: with pre-emption another group may have left."""
         if self.preemption is not None and not self.preemption.protocol.wait_for_border(
             self.rounds.round, self._border_seconds
         ):
-            self.preemption.leave_alone(self.rounds, self.progress())
+            self.preemption.leave_alone(self.rounds, self.progress(), untouched)
 
     def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
         """At a border: what any rank asks for holds for all."""

@@ -117,6 +117,17 @@ def test_alone_twice_in_one_round(world4: WorkerPool, tmp_path: Path) -> None:
     assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, sync_every=5))
 
 
+@pytest.mark.slow
+def test_alone_again_before_the_first_step(world4: WorkerPool, tmp_path: Path) -> None:
+    """Group 0 resumes before the last step of the round, in a new epoch, and waits there when the run is ended again."""
+    options: dict[str, Any] = {"sync_every": 7, "kind": "dropout"}
+    whole = uninterrupted(world4, tmp_path / "whole", **options)
+    for resume, ending, steps in ((None, (0, 6, {2: 4, 3: 4}), (6, 4)), (True, (2, 5, {}), (6, 5))):
+        ended = run(world4, tmp_path / "ended", resume=resume, ending=ending, grace_seconds=NO_TIME, **options)
+        assert [result["preempted"]["step"] for result in ended] == [steps[0], steps[0], steps[1], steps[1]]
+    assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, **options))
+
+
 def test_the_border_is_given_up(world4: WorkerPool, tmp_path: Path) -> None:
     """Group 1 hopes to come in time and then takes long; group 0 waits for it before its last step."""
     whole = uninterrupted(world4, tmp_path / "whole", sync_every=4)
