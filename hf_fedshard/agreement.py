@@ -44,7 +44,8 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
         if state.num_processes == 1:
             raise
         error = str(problem)
-    agree("the federation", {**vars(config), **versions()}, error)
+    jit = trainer.args.enable_jit_checkpoint
+    agree("the federation", {**vars(config), **versions(), "enable_jit_checkpoint": jit}, error)
 
 
 def agree_on_training(trainer: Trainer, at_border: bool = True) -> None:
@@ -79,7 +80,6 @@ def agree_on_training(trainer: Trainer, at_border: bool = True) -> None:
             "train_sampling_strategy": str(getattr(args, "train_sampling_strategy", None)),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "optimizer": _describe_optimizer(trainer.optimizer) if at_border else type(trainer.optimizer).__name__,
-            "enable_jit_checkpoint": args.enable_jit_checkpoint,
             "logging_steps": (str(args.logging_strategy), state.logging_steps),
             "eval_steps": (str(args.eval_strategy), state.eval_steps),
             "save_steps": (str(args.save_strategy), state.save_steps),

@@ -44,7 +44,7 @@ class TrainingSession:
         preemption ([`TrainerPreemption`], *optional*):
             Ends the run before its time, if the run allows that.
         inside (`dict[str, Any]`, *optional*):
-            Where this rank stood inside a round, to go on from there: [`~TrainingSession.state_dict`].
+            Where this rank stood inside a round, to go on from there: [`~TrainingSession.progress`].
 
     Raises:
         FederationMismatchError: On every rank, if the ranks plan different schedules or hold different models.
@@ -102,7 +102,7 @@ class TrainingSession:
         samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
         logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
 
-    def state_dict(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Where this rank stands between two steps of a round: what Trainer's own state does not hold."""
         return {
             "rounds": self.rounds.state_inside(),
@@ -270,7 +270,7 @@ class TrainingSession:
         self.in_round = True
         if self._still_to_arrive:
             self._still_to_arrive = False
-            self._wait_for_border()
+            self._wait_for_border(untouched=True)
         self.rounds.begin_step()
         if self._losses_before is None:
             self._losses_before = self._train_losses()
@@ -298,7 +298,7 @@ class TrainingSession:
             # An epoch that ends with this step has callbacks to be called, whose requests belong to what is saved.
             self._alone_at_epoch_end = float(state.epoch or 0).is_integer()
             if not self._alone_at_epoch_end:
-                self.preemption.leave_alone(self.rounds, self.state_dict())
+                self.preemption.leave_alone(self.rounds, self.progress())
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
         if self._epoch_is_empty and state.global_step == 0:
@@ -318,7 +318,7 @@ class TrainingSession:
         self._hold_back(control)
         if self._alone_at_epoch_end:
             assert self.preemption is not None
-            self.preemption.leave_alone(self.rounds, self.state_dict())
+            self.preemption.leave_alone(self.rounds, self.progress())
         if ends_here:
             self._wait_for_border()
             self._close(state, control)
@@ -337,12 +337,12 @@ class TrainingSession:
     def _border_seconds(self) -> float:
         return self.last_round.sync_seconds if self.last_round is not None else 0.0
 
-    def _wait_for_border(self) -> None:
+    def _wait_for_border(self, untouched: bool = False) -> None:
         """Before a border that was not announced at the end of a step: with pre-emption another group may have left."""
         if self.preemption is None or self.rounds.synchronous:
             return
         if not self.preemption.protocol.wait_for_border(self.rounds.round, self._border_seconds):
-            self.preemption.leave_alone(self.rounds, self.state_dict())
+            self.preemption.leave_alone(self.rounds, self.progress(), untouched)
 
     def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
         """At a border: what any rank asks for holds for all."""

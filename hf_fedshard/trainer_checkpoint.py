@@ -99,6 +99,8 @@ class TrainerCheckpoints:
         """From [`Rounds.state_dict`]: to be kept up to date by whoever has the rounds, and restored by a resume."""
         self.inside: dict[str, Any] | None = None
         """Where this rank stood, if the run resumes inside a round."""
+        self.resumed_from: str | None = None
+        """The part that this group has resumed from."""
         self.pending_evaluation = False
         """Whether the checkpoint that is saved next leaves an evaluation out, and later whether it is to be made up for."""
         self._patches = Patches()
@@ -165,8 +167,9 @@ class TrainerCheckpoints:
             logger.warning(
                 "eval_on_start is without effect: the run resumes inside a round, where there is no one model."
             )
+        self.resumed_from = str(folder / part_name(self.place.group_index))
         try:
-            return original(str(folder / part_name(self.place.group_index)), *args, **kwargs)
+            return original(self.resumed_from, *args, **kwargs)
         finally:
             arguments.eval_on_start = at_start
 

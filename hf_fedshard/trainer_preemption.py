@@ -149,7 +149,7 @@ class TrainerPreemption:
             trainer._save_checkpoint(trainer.model_wrapped, None)
         self._leave(Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}")
 
-    def leave_alone(self, rounds: Rounds, progress: dict[str, Any]) -> NoReturn:
+    def leave_alone(self, rounds: Rounds, progress: dict[str, Any], untouched: bool = False) -> NoReturn:
         """
         Saves this group inside a round, and leaves. Collective over the group.
 
@@ -158,8 +158,13 @@ class TrainerPreemption:
                 What counts the steps.
             progress (`dict[str, Any]`):
                 Where this rank stands.
+            untouched (`bool`, defaults to `False`):
+                Whether no step was made since the run was resumed. Starting the data loader has drawn random numbers, and
+                will again.
         """
         trainer, state = self.trainer, self.trainer.state
+        if untouched:
+            trainer._load_rng_state(self.checkpoints.resumed_from)
         # All groups know the step of the last border, and no checkpoint of a border has the number after it.
         name = f"checkpoint-{state.global_step - rounds.steps + 1}"
         final = Path(trainer._get_output_dir(trial=None)) / name

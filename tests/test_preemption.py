@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,28 @@ from tests.harness.preemption_runs import Pause, train
 LIMIT = 60.0
 # Too short for any further step: the group that gets the signal gives up on the border at once.
 NO_TIME = 0.01
+QUICK = {
+    *("later round", "end of an epoch", "accumulation", "lora", "buffers"),
+    *("any rank", "dropout and a due evaluation", "one group"),
+}
+WHOLE: dict[str, list[dict[str, Any]]] = {}
 
 
 def run(pool: WorkerPool, folder: Path, launch: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
     env = fsdp_launch_env(**{"dp_replicate": pool.world_size // 2, "dp_shard": 2, **(launch or {})})
     return pool.run(train, str(folder), env=env, init_group=False, limit_seconds=LIMIT, **options)
+
+
+def quick_and_slow(cases: Iterable[str], quick: set[str]) -> list[Any]:
+    return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
+def uninterrupted(pool: WorkerPool, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """What a run comes to that nobody ends; once for the same options."""
+    key = f"{pool.world_size} {options}"
+    if key not in WHOLE:
+        WHOLE[key] = run(pool, folder, **options)
+    return copy.deepcopy(WHOLE[key])
 
 
 def assert_same_end(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
@@ -41,7 +60,7 @@ def assert_alone(
     pool: WorkerPool, folder: Path, steps: tuple[int, int], name: str, signal_rank: int = 0, **options: Any
 ) -> None:
     """Ends group 0 at one step and group 1 at an earlier or later one; nobody can come to the border in time."""
-    whole = run(pool, folder / "whole", **options)
+    whole = uninterrupted(pool, folder / "whole", **options)
     half = pool.world_size // 2
     waits = dict.fromkeys(range(half, pool.world_size), steps[1])
     ended = run(pool, folder / "ended", ending=(signal_rank, steps[0], waits), grace_seconds=NO_TIME, **options)
@@ -73,7 +92,7 @@ ALONE: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize("case", quick_and_slow(ALONE, QUICK))
 def test_alone(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     steps, name, options = ALONE[case]
     assert_alone(world4, tmp_path, steps, name, **options)
@@ -83,9 +102,12 @@ def test_alone_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
     assert_alone(world8, tmp_path, (6, 5), "checkpoint-5", signal_rank=3, num_groups=2, sync_every=4)
 
 
+@pytest.mark.slow
 def test_alone_twice_in_one_round(world4: WorkerPool, tmp_path: Path) -> None:
     whole = run(world4, tmp_path / "whole", sync_every=5)
     for resume, steps in ((None, (3, 1)), (True, (4, 3))):
+        for path in (tmp_path / "ended").glob("waiting-*"):
+            path.unlink()
         waits = dict.fromkeys((2, 3), steps[1])
         ended = run(
             world4, tmp_path / "ended", resume=resume, ending=(1, steps[0], waits), grace_seconds=NO_TIME, sync_every=5
@@ -95,15 +117,26 @@ def test_alone_twice_in_one_round(world4: WorkerPool, tmp_path: Path) -> None:
     assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, sync_every=5))
 
 
+@pytest.mark.slow
+def test_alone_again_before_the_first_step(world4: WorkerPool, tmp_path: Path) -> None:
+    """Group 0 resumes before the last step of the round, in a new epoch, and waits there when the run is ended again."""
+    options: dict[str, Any] = {"sync_every": 7, "kind": "dropout"}
+    whole = uninterrupted(world4, tmp_path / "whole", **options)
+    for resume, ending, steps in ((None, (0, 6, {2: 4, 3: 4}), (6, 4)), (True, (2, 5, {}), (6, 5))):
+        ended = run(world4, tmp_path / "ended", resume=resume, ending=ending, grace_seconds=NO_TIME, **options)
+        assert [result["preempted"]["step"] for result in ended] == [steps[0], steps[0], steps[1], steps[1]]
+    assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, **options))
+
+
 def test_the_border_is_given_up(world4: WorkerPool, tmp_path: Path) -> None:
     """Group 1 hopes to come in time and then takes long; group 0 waits for it before its last step."""
-    whole = run(world4, tmp_path / "whole", sync_every=4)
+    whole = uninterrupted(world4, tmp_path / "whole", sync_every=4)
     ended = run(
         world4,
         tmp_path / "ended",
         ending=(2, 5, {}),
-        grace_seconds=4.0,
-        callbacks=(Pause(2, 6, 3.0),),
+        grace_seconds=3.0,
+        callbacks=(Pause(2, 6, 2.2),),
         sync_every=4,
     )
     assert [result["preempted"]["step"] for result in ended] == [7, 7, 6, 6]
@@ -115,7 +148,7 @@ BORDER: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "first rank": (0, 5, 8, {"sync_every": 4}),
     "any rank": (3, 5, 8, {"sync_every": 4}),
     "last step of the round": (1, 8, 8, {"sync_every": 4}),
-    "each step is a border": (2, 3, 3, {"sync_every": 1}),
+    "each step is a border": (2, 4, 4, {"sync_every": 1}),
     "never saved otherwise": (0, 1, 4, {"sync_every": 4, "save_strategy": "no"}),
     "dropout and a due evaluation": (
         0,
@@ -129,7 +162,7 @@ BORDER: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         4,
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2, "sync_every": 2},
     ),
-    "one group": (2, 3, 3, {"num_groups": 1}),
+    "one group": (2, 4, 4, {"num_groups": 1}),
     "one group, dropout and a due evaluation": (
         0,
         4,
@@ -139,10 +172,10 @@ BORDER: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", BORDER)
+@pytest.mark.parametrize("case", quick_and_slow(BORDER, QUICK))
 def test_border(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     rank, step, end, options = BORDER[case]
-    whole = run(world4, tmp_path / "whole", **options)
+    whole = uninterrupted(world4, tmp_path / "whole", **options)
     ended = run(world4, tmp_path / "ended", ending=(rank, step, {}), grace_seconds=60, **options)
     checkpoint = tmp_path / "ended" / f"checkpoint-{end}"
     for result in ended:
@@ -152,8 +185,9 @@ def test_border(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, **options))
 
 
+@pytest.mark.slow
 def test_the_last_round_comes_to_its_end(world4: WorkerPool, tmp_path: Path) -> None:
-    whole = run(world4, tmp_path / "whole", sync_every=4)
+    whole = run(world4, tmp_path / "whole", sync_every=4)  # its folder is compared
     ended = run(world4, tmp_path / "ended", ending=(1, 9, {}), grace_seconds=60, sync_every=4)
     assert [result["preempted"] for result in ended] == [None] * 4
     assert not differences(whole, ended)

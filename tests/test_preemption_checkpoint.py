@@ -15,6 +15,7 @@ from hf_fedshard import CheckpointError, export_checkpoint
 from hf_fedshard.checkpoint import DESCRIPTION_NAME
 from hf_fedshard.checkpoint_folder import SAVING, clean_up, list_checkpoints, rotate
 from hf_fedshard.manifest import MANIFEST_NAME, find_damage
+from hf_fedshard.parts import refuse
 from tests.harness.checkpoint_runs import differences
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
@@ -118,7 +119,7 @@ def test_damage_is_named(world4: WorkerPool, copy: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "one group": ({"num_groups": 1}, "1 groups x 2 replicas.*same federation.*hf_fedshard.export"),
+    "one group": ({"num_groups": 1}, "same federation.*1 groups x 2 replicas.*hf_fedshard.export"),
     "another period": ({"sync_every": 8}, "sync_every=4, this is 8"),
     "a part": ({"resume": "checkpoint-5/group_00001"}, "is the part of one group"),
     "fewer steps": ({"max_steps": 7}, "stands at step 7, and the run ends at step 7"),
@@ -152,3 +153,11 @@ def test_export_of_adapters_is_refused(world4: WorkerPool, tmp_path: Path) -> No
     run(world4, tmp_path, ending=ENDING, grace_seconds=0.01, kind="lora")
     with pytest.raises(CheckpointError, match="other adapters for each group"):
         export_checkpoint(tmp_path / "checkpoint-5", tmp_path / "out")
+
+
+def test_a_loop_refuses_it(ended: tuple[Path, Any]) -> None:
+    refuse(ended[0] / "checkpoint-4", "a loop")
+    with pytest.raises(CheckpointError, match="saved by each group alone.*cannot be used for a loop"):
+        refuse(ended[0] / "checkpoint-5", "a loop")
+    with pytest.raises(CheckpointError, match="part of one group"):
+        refuse(ended[0] / "checkpoint-5" / "group_00000", "a loop")

@@ -19,10 +19,8 @@ from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
 
 
-@pytest.mark.parametrize(
-    "whom",
-    ["launcher", pytest.param("rank 0", marks=pytest.mark.slow), pytest.param("rank 3", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "rank 0", "rank 3"])
 def test_launch(world4: WorkerPool, root: Path, tmp_path: Path, whom: str) -> None:
     config = root / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
     script = root / "tests" / "scripts" / "preempted_run.py"
