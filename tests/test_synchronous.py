@@ -215,7 +215,9 @@ def own_hook() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)
     model = tiny_llama()
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
-    model.set_all_reduce_hook(lambda gradient: None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda gradient: None)
     plugin.federate(accelerator, model, optimizer)
 
 
