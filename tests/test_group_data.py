@@ -57,7 +57,7 @@ def test_an_epoch_in_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "one file", "files"])
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_streams_of_unequal_length(size: int, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
     if kind == "files":
@@ -127,12 +127,16 @@ def data_to_resume(kind: str) -> GroupData:
     return group_dataset([make(part) for part in samples])
 
 
-@pytest.mark.parametrize(("kind", "step"), [("map", 4), ("table", 8), ("stream", 4)])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [("map", 4), pytest.param("table", 8, marks=pytest.mark.slow), pytest.param("stream", 4, marks=pytest.mark.slow)],
+)
 def test_resumed_is_uninterrupted(world4: WorkerPool, tmp_path: Path, kind: str, step: int) -> None:
     """From the first epoch of 6 steps, the second one, and a stream that has begun again in one group."""
     assert_resumes(world4, tmp_path, step=step, data=data_to_resume(kind))
 
 
+@pytest.mark.slow
 def test_resumed_in_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
     assert_resumes(world8, tmp_path, step=8, num_groups=2, data=data_to_resume("map"))
 
