@@ -28,6 +28,7 @@ class GroupData:
         self.num_groups = num_groups
         self._make = datasets if callable(datasets) else None
         self._parts: dict[int, Any] = {} if callable(datasets) else dict(enumerate(datasets))
+        self._union: ConcatDataset[Any] | None = None
 
     def of_group(self, group: int) -> Any:
         """
@@ -74,10 +75,17 @@ class GroupDatasets(GroupData, Dataset[Any]):
             return sum(len(part) for part in self._parts.values())
         # Those of other groups may not even exist here. Groups are runs of consecutive ranks.
         rank, world_size = environment.launched_rank(), environment.launched_world_size()
-        return len(self.of_group(rank * self.num_groups // world_size)) * self.num_groups
+        try:
+            own = len(self.of_group(rank * self.num_groups // world_size))
+        except Exception:
+            # Trainer asks in its constructor, on each rank alone. What is wrong is told when all ranks prepare their data.
+            own = 1
+        return max(own, 1) * self.num_groups
 
     def __getitem__(self, index: int) -> Any:
-        return ConcatDataset(self._all_parts())[index]
+        if self._union is None:
+            self._union = ConcatDataset(self._all_parts())
+        return self._union[index]
 
 
 class GroupStreams(GroupData, IterableDataset[Any]):

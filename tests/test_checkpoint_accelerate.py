@@ -161,8 +161,8 @@ def test_resume_is_exact(size: int, tmp_path: Path, request: pytest.FixtureReque
     [
         {"sync_steps_at_start": 5},
         {"sync_steps_at_end": 5},
-        {"sync_every": "1x1,3x1,2x1,3", "sync_steps_at_end": 1},
-        {"sync_every": "drift", "max_drift": 0.02, "max_sync_every": 4},
+        pytest.param({"sync_every": "1x1,3x1,2x1,3", "sync_steps_at_end": 1}, marks=pytest.mark.slow),
+        pytest.param({"sync_every": "drift", "max_drift": 0.02, "max_sync_every": 4}, marks=pytest.mark.slow),
     ],
     ids=["synchronous start", "synchronous end", "list", "drift"],
 )

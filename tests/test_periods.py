@@ -139,7 +139,7 @@ def test_by_time_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
     [
         {"sync_every": "2x1,1x2,3", "save_steps": 3, "step": 4},
         {"sync_every": "drift", "max_drift": 5e-3, "max_sync_every": 4, "save_steps": 1, "step": 4},
-        {"sync_every": "auto", "min_sync_every": 2, "max_sync_every": 2},
+        pytest.param({"sync_every": "auto", "min_sync_every": 2, "max_sync_every": 2}, marks=pytest.mark.slow),
     ],
     ids=["list", "drift", "time"],
 )

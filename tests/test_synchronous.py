@@ -161,7 +161,7 @@ def test_environment(world4: WorkerPool, tmp_path: Path) -> None:
     assert [row.get("fedshard/synchronous", 0) for row in rows] == [1, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_in_a_loop(size: int, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
     env = fsdp_launch_env(pool.world_size // 2, 2)
@@ -215,7 +215,9 @@ def own_hook() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)
     model = tiny_llama()
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
-    model.set_all_reduce_hook(lambda gradient: None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda gradient: None)
     plugin.federate(accelerator, model, optimizer)
 
 
@@ -235,15 +237,21 @@ def test_wrong_use(world4: WorkerPool, body: Any, words: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"sync_steps_at_start": 6}, {"sync_steps_at_start": 6, "gradient_accumulation_steps": 2, "bf16": True}],
+    [
+        {"sync_steps_at_start": 6},
+        pytest.param(
+            {"sync_steps_at_start": 6, "gradient_accumulation_steps": 2, "bf16": True}, marks=pytest.mark.slow
+        ),
+    ],
     ids=["plain", "accumulated"],
 )
 def test_resumed_among_them_is_uninterrupted(world4: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     assert_resumes(world4, tmp_path, **options)
 
 
-@pytest.mark.parametrize("size", [4, 8])
-@pytest.mark.parametrize("at_end", [6, 8])
+@pytest.mark.parametrize(
+    ("size", "at_end"), [(4, 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 8), (8, 6), (8, 8)))]
+)
 def test_resumed_at_the_end_is_uninterrupted(
     size: int, at_end: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
