@@ -23,6 +23,7 @@ from .checkpoint import (
 from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints, rotate
 from .manifest import CheckpointError, has_manifest
 from .model_files import gather_adapters, write_model_files
+from .outer_checkpoint import load_outer_state, take_outer_state
 from .rank_state import load_rank_state, save_rank_state
 from .reshape import describe_reshape
 from .rounds import Rounds
@@ -114,7 +115,10 @@ class AcceleratorCheckpoints:
         # (inside the group), an agreement about the files of single ranks, the commit, an agreement about rotation.
         staging.begin()
         description = {"round": self.rounds.round, "step": accelerator.step}
-        written = save_federation(staging.folder, self.rounds.model, self._group_state(), self.place, description)
+        outer = take_outer_state(self.rounds.averager)
+        written = save_federation(
+            staging.folder, self.rounds.model, self._group_state(), self.place, description, outer
+        )
         adapters = gather_adapters(self.rounds.model)
         try:
             states = [self._position(dataloader) for dataloader in accelerator._dataloaders]
@@ -178,7 +182,7 @@ class AcceleratorCheckpoints:
 
     def _load(self, folder: Path) -> None:
         accelerator = self.accelerator
-        load_model(folder, self.rounds.model)
+        load_model(folder, self.rounds.model, self.place)
         load_group_state(folder, self.rounds.model, self._group_state(), self.place, self.rule)
         saved = read_description(folder)
         for hook in accelerator._load_model_state_pre_hook.values():
@@ -196,6 +200,7 @@ class AcceleratorCheckpoints:
                 dataloader.load_state_dict(position)
         accelerator.step = saved["step"] if state is None else state["step"]
         self.rounds.restore(saved["round"])
+        load_outer_state(folder, self.rounds.averager, self.place)
         sentence = describe_reshape(saved, self.place.layout, self.rule)
         if sentence and accelerator.is_main_process:
             logger.warning(sentence)

@@ -40,7 +40,7 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
         if state.num_processes == 1:
             raise
         error = str(problem)
-    agree("the federation", {**vars(config), **versions()}, error)
+    agree("the federation", {**config.comparable(), **versions()}, error)
 
 
 def agree_on_training(trainer: Trainer) -> None:

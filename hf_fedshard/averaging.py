@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from .config import FederationConfig
-from .exchange import AveragingReport, ExchangePlan, average_replicated, plan_exchange, run_exchange
-from .mesh import FederationMesh
+from .exchange import ExchangePlan, average_replicated, plan_exchange, run_exchange
+from .lora import average_products, trained_pairs
+from .mesh import Peers
 from .metrics import exchange_rows
-from .shards import all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
+from .moments import moments_of, reset_moments
+from .outer import OuterLoop
+from .selection import Selection
+from .shards import all_finite, as_sharded, local_shards, persistent_buffers, reshard, unmanaged_parameters
 
 
 logger = logging.getLogger(__name__)
@@ -27,21 +34,67 @@ class Held:
     Args:
         shards (`dict[str, torch.Tensor]`):
             Its local shards of the parameters to be averaged, aliasing them.
+        means (`dict[str, torch.Tensor]`):
+            Where their averages are formed, see [`OuterLoop.means`].
+        moments (`dict[str, torch.Tensor]`):
+            Its shards of the inner optimizers' moments, if they are averaged.
         buffers (`dict[str, torch.Tensor]`):
             Its persistent buffers.
-        plan ([`ExchangePlan`]):
-            How the shards are exchanged.
+        plans (`dict[str, ExchangePlan]`):
+            How `"parameters"`, `"moments"` and the tables of `"adapters"` are exchanged.
         finite (`bool`):
             Whether all of it is, buffers left aside that were not when training began.
-        unmanaged (`list[str]`):
-            Trainable parameters that FSDP2 does not manage: none, unless they were added after the start.
+        problems (`list[str]`):
+            What has come to train after the start and cannot be averaged.
     """
 
     shards: dict[str, torch.Tensor]
+    means: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    plan: ExchangePlan
+    plans: dict[str, ExchangePlan]
     finite: bool
-    unmanaged: list[str]
+    problems: list[str]
+
+    def slow_bytes(self, part: str) -> int:
+        """
+        Bytes that this rank sends to other groups.
+
+        Args:
+            part (`str`):
+                A key of `plans`.
+        """
+        return self.plans[part].slow_bytes() if part in self.plans else 0
+
+    def digest(self) -> int:
+        """A number that is the same in all groups if they average the same parameters."""
+        return zlib.crc32(repr(list(self.shards)).encode())
+
+    def moments_digest(self) -> int:
+        """The same for the moments."""
+        return zlib.crc32(repr([(name, tensor.dtype) for name, tensor in self.moments.items()]).encode())
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """
+    What an averaging came to, the same on all ranks. See [`RoundMetrics`].
+
+    Args:
+        drift (`float`):
+            Distance of the groups from their average.
+        pseudo_gradient_norm (`float`, *optional*):
+            Norm of the anchor minus the average.
+        outer_learning_rate (`float`, *optional*):
+            Of the outer step.
+        lora_error (`float`, *optional*):
+            What the adapters could not hold.
+    """
+
+    drift: float
+    pseudo_gradient_norm: float | None = None
+    outer_learning_rate: float | None = None
+    lora_error: float | None = None
 
 
 class ModelAverager:
@@ -51,7 +104,7 @@ class ModelAverager:
     Args:
         model (`nn.Module`):
             The prepared model.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             The federation.
         config ([`FederationConfig`]):
             Its settings.
@@ -62,7 +115,7 @@ class ModelAverager:
     def __init__(
         self,
         model: nn.Module,
-        mesh: FederationMesh,
+        mesh: Peers,
         config: FederationConfig,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
@@ -70,69 +123,190 @@ class ModelAverager:
         self.mesh = mesh
         self.config = config
         self.optimizers = optimizers
+        self.selection = Selection(config)
+        self.outer = OuterLoop(config)
         self._trained: set[str] = set()
-        self._plan: ExchangePlan | None = None
-        self._plan_names: tuple[str, ...] = ()
+        self._plans: dict[str, tuple[object, ExchangePlan]] = {}
+        self._pairs = trained_pairs(model) if config.lora_average == "product" else []
         # A constant such as a causal mask of -inf is no sign of trouble.
         self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins from the model as it is, which all groups hold: the next outer step is the first."""
+        reshard(self.model)
         self.note_trainable()
+        self.outer.restart(self._averaged_shards())
 
     def note_trainable(self) -> None:
         """Remembers what trains: a layer that is frozen again inside a round differs between the groups all the same."""
         self._trained |= {name for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def local_names(self) -> set[str]:
+        """Names of the parameters and persistent buffers of which each group has its own."""
+        names = {*self._trained, *persistent_buffers(self.model)}
+        return {name for name in names if self.selection.is_local(name)}
 
     def collect(self) -> Held:
         """
         Gathers what this rank brings to a border, without communication.
 
         Returns:
-            [`Held`]: Everything that trains or has trained, the buffers, and the plan; the plan is kept from border to
+            [`Held`]: Everything that trains or has trained, the buffers, and the plans; these are kept from border to
             border, and made anew where parameters were unfrozen.
         """
         reshard(self.model)
         self.note_trainable()
-        shards = {name: shard for name, shard in local_shards(self.model).items() if name in self._trained}
-        if self._plan is None or tuple(shards) != self._plan_names:
-            self._plan = plan_exchange(shards, self.mesh, self.config.bucket_size_bytes)
-            self._plan_names = tuple(shards)
+        shards = self._averaged_shards()
+        means = self.outer.means(shards)
+        moments, problems = self._moments(shards)
+        problems += self._strays()
         buffers = persistent_buffers(self.model)
-        finite = all_finite([*shards.values(), *(buffers[name] for name in self._checked_buffers)])
-        return Held(shards, buffers, self._plan, finite, unmanaged_parameters(self.model))
+        paired = {name for pair in self._pairs for name in pair}
+        plans = {"parameters": self._plan("parameters", {n: t for n, t in means.items() if n not in paired})}
+        if moments:
+            plans["moments"] = self._plan("moments", moments)
+        if self._pairs:
+            groups = self.mesh.layout.num_groups
+            tables = {
+                name: torch.empty((groups, *shards[name].shape), dtype=shards[name].dtype, device="meta")
+                for name in (name for pair in self._pairs for name in pair)
+            }
+            plans["adapters"] = self._plan("adapters", tables)
+        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
+        finite = all_finite(
+            [*shards.values(), *local, *moments.values(), *(buffers[name] for name in self._checked_buffers)]
+        )
+        return Held(shards, means, moments, buffers, plans, finite, problems)
 
-    def average(self, held: Held, excluded: tuple[int, ...]) -> float:
+    def average(
+        self, held: Held, weights: Sequence[float], excluded: tuple[int, ...], with_moments: bool = True
+    ) -> Outcome:
         """
-        Replaces parameters and buffers by their average over the groups. Collective over the world, in this order: the
-        buckets of the plan, the buffers, the small exchange of the drift.
+        Replaces parameters and buffers by their average over the groups, and makes the outer step. Collective over the
+        world, in this order: the buckets of the parameters, adapters of which products are averaged, the buckets of the
+        moments, the buffers, and one small exchange of norms. What follows needs no communication: every rank steps its
+        shards.
 
         Args:
             held ([`Held`]):
                 From [`~ModelAverager.collect`], on all ranks for the same parameters.
+            weights (`Sequence[float]`):
+                Of each group, the same on all ranks; 0 for those that are left out.
             excluded (`tuple[int, ...]`):
-                Groups to leave out, the same on all ranks, not all of them. They take the average, and fresh moments.
+                Groups that are left out, the same on all ranks, not all of them. They take the average, and fresh moments.
+            with_moments (`bool`, defaults to `True`):
+                Whether the moments of all groups are of the same parameters, the same on all ranks.
 
         Returns:
-            `float`: The drift, see [`RoundMetrics`].
+            [`Outcome`]: What it came to.
         """
-        included = self.mesh.layout.num_groups - len(excluded)
-        left_out = self.mesh.group_index in excluded
+        weight, total = weights[self.mesh.group_index], sum(weights)
+        device = self.mesh.device
+        row = {"drift": 0.0, "norm": 0.0}
+        lora_error = None
         with torch.no_grad():
-            weight = 0.0 if left_out else 1.0
-            report = run_exchange(held.plan, held.shards, self.mesh.device, weight, float(included))
-            average_replicated(held.buffers, self.mesh, not left_out, included)
-        if excluded and torch.distributed.get_rank() == 0:
+            paired = {name for pair in self._pairs for name in pair}
+            plain = {name: mean for name, mean in held.means.items() if name not in paired}
+            report = run_exchange(held.plans["parameters"], plain, device, weight, total)
+            row = {"drift": report.squared_drift.item(), "norm": report.squared_norm.item()}
+            if self._pairs:
+                drift, norm, lora_error = self._average_adapters(held, weights)
+                row = {"drift": row["drift"] + drift, "norm": row["norm"] + norm}
+            if held.moments and with_moments:
+                run_exchange(held.plans["moments"], held.moments, device, weight, total)
+            local = {name: buffer for name, buffer in held.buffers.items() if self.selection.is_local(name)}
+            shared = {name: buffer for name, buffer in held.buffers.items() if name not in local}
+            average_replicated(shared, self.mesh, weight, total)
+            average_replicated(local, self.mesh, weight, total, in_group=True)
+        row["pseudo_gradient"] = self.outer.form_pseudo_gradients(held.means, self._copies)
+        # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction.
+        rows, _ = exchange_rows(row, self.mesh)
+        # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.
+        norm = rows["pseudo_gradient"][0] ** 0.5
+        rate = self.outer.step(held.means, held.shards, norm)
+        self._settle_moments(excluded, with_moments and bool(held.moments))
+        counted = sum(weight > 0 for weight in weights)
+        drift = (sum(rows["drift"]) / counted / rows["norm"][0]) ** 0.5 if rows["norm"][0] > 0 else 0.0
+        return Outcome(drift, None if rate is None else norm, rate, lora_error)
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        return local_shards(self.model, plain=self.mesh.in_process)
+
+    def _averaged_shards(self) -> dict[str, torch.Tensor]:
+        return {
+            name: shard
+            for name, shard in self._shards().items()
+            if name in self._trained and self.selection.is_averaged(name)
+        }
+
+    def _moments(self, shards: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        if self.config.inner_moments != "average":
+            return {}, []
+        names = {id(param): name for name, param in self.model.named_parameters() if name in shards}
+        found, refused = moments_of(self.optimizers, names)
+        return found, [
+            f"inner_moments='average' cannot average {what}. Use 'keep' or 'reset'." for what in refused[:1]
+        ]
+
+    def _strays(self) -> list[str]:
+        unmanaged = [] if self.mesh.in_process else unmanaged_parameters(self.model)
+        problems = [
+            "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
+            f"are reduced nowhere: {', '.join(unmanaged)}. Add them before `prepare`."
+        ]
+        stray = [n for n in self._trained if not self.selection.is_averaged(n) and not self.selection.is_local(n)]
+        return (problems if unmanaged else []) + [
+            f"{name} was unfrozen, but is neither averaged nor local: see include_parameters and local_parameters."
+            for name in sorted(stray)[:1]
+        ]
+
+    def _plan(self, part: str, tensors: Mapping[str, torch.Tensor]) -> ExchangePlan:
+        names = tuple((name, tensor.numel(), tensor.dtype) for name, tensor in tensors.items())
+        if part not in self._plans or self._plans[part][0] != names:
+            self._plans[part] = (names, plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes))
+        return self._plans[part][1]
+
+    def _average_adapters(self, held: Held, weights: Sequence[float]) -> tuple[float, float, float]:
+        parameters = dict(self.model.named_parameters())
+
+        def gather(tables: Mapping[str, torch.Tensor]) -> None:
+            run_exchange(held.plans["adapters"], tables, self.mesh.device, 1.0, 1.0)
+
+        def whole(name: str, shard: torch.Tensor) -> torch.Tensor:
+            return as_sharded(shard, parameters[name]).full_tensor() if not self.mesh.in_process else shard
+
+        def part(name: str, full: torch.Tensor) -> torch.Tensor:
+            param = parameters[name]
+            if not isinstance(param, DTensor):
+                return full
+            replicated = [Replicate()] * param.device_mesh.ndim
+            held_by_all = DTensor.from_local(full, param.device_mesh, replicated, run_check=False)
+            return held_by_all.redistribute(placements=param.placements).to_local()
+
+        return average_products(self._pairs, held.shards, gather, whole, part, weights, self.mesh)
+
+    def _copies(self, name: str) -> int:
+        """How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it."""
+        param = self.model.get_parameter(name)
+        if not isinstance(param, DTensor):
+            return 1
+        sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
+        return self.mesh.group.size() // math.prod(size for size, placement in sizes if placement.is_shard())
+
+    def _settle_moments(self, excluded: tuple[int, ...], averaged: bool) -> None:
+        if excluded and self.mesh.is_main:
             logger.warning(
                 "The parameters of federation group %s were not finite. It was left out of the average, has taken the "
-                "average of the others, and starts with fresh optimizer moments.",
+                "average of the others, and starts with %s optimizer moments.",
                 ", ".join(map(str, excluded)),
+                "averaged" if averaged else "fresh",
             )
-        if left_out:
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
-        return self._exchange_drift(report, included)
-
-    def _exchange_drift(self, report: AveragingReport, included: int) -> float:
-        # The replicas of a group each report the whole shard, so the ratio needs no correction.
-        row = {"drift": report.squared_drift.item(), "norm": report.squared_norm.item()}
-        rows, _ = exchange_rows(row, self.mesh)
-        norm = rows["norm"][0]
-        return (sum(rows["drift"]) / included / norm) ** 0.5 if norm > 0 else 0.0
+        left_out = self.mesh.group_index in excluded and not averaged
+        if not left_out and self.config.inner_moments != "reset":
+            return
+        chosen = {
+            id(param) for name, param in self.model.named_parameters() if left_out or self.selection.is_averaged(name)
+        }
+        for optimizer in self.optimizers:
+            reset_moments(optimizer, lambda param: id(param) in chosen)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,9 +15,15 @@ from .averaging import Held, ModelAverager
 from .config import FederationConfig
 from .handshake import FederationMismatchError
 from .initial import agree_on_model, broadcast_initial_state
-from .mesh import FederationMesh
+from .lora import freeze_first_factors
+from .mesh import FederationMesh, Peers
 from .metrics import RoundMetrics, Tally, exchange_rows, ratios
+from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
+from .weights import group_weights
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,8 @@ class Rounds:
         config ([`FederationConfig`]):
             Its settings.
         optimizers (`Iterable[torch.optim.Optimizer]`, *optional*):
-            The inner optimizers. Their state stays with each group; a group that was left out of an average because
-            its parameters were not finite starts with fresh moments.
+            The inner optimizers. Their state stays with each group, unless `inner_moments` says otherwise; a group that
+            was left out of an average because its parameters were not finite starts with fresh moments.
 
     Construction is collective over the world: it compares parameters between ranks, broadcasts group 0's weights and
     buffers, and verifies them.
@@ -68,7 +74,7 @@ class Rounds:
     def __init__(
         self,
         model: nn.Module,
-        mesh: FederationMesh,
+        mesh: Peers,
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
@@ -79,17 +85,30 @@ class Rounds:
         self.round = 0
         self.steps = 0
         self.num_optimizer_steps = 0
+        self.counts_updates = False
+        """Whether somebody other than the guard tells of every optimizer step."""
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
         reshard(model)
-        agree_on_model(model, self.optimizers, mesh, config)
-        if mesh.layout.num_groups > 1:
-            broadcast_initial_state(model, mesh)
+        if config.lora_average == "freeze_a":
+            freeze_first_factors(model)
+        self._begin()
         self.averager = ModelAverager(model, mesh, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
         self._tally = Tally()
         self._when_finished: list[Callable[[], None]] = []
+        if config.proximal_mu and mesh.layout.num_groups > 1:
+            names = {id(param): name for name, param in model.named_parameters()}
+            term = ProximalTerm(self.optimizers, names, self.averager.outer.anchors, config.proximal_mu)
+            self.when_finished(term.remove)
         guard.attach(self)
+
+    def _begin(self) -> None:
+        """Makes sure that all groups hold one model. Collective over the world."""
+        assert isinstance(self.mesh, FederationMesh)
+        agree_on_model(self.model, self.optimizers, self.mesh, self.config)
+        if self.mesh.layout.num_groups > 1:
+            broadcast_initial_state(self.model, self.mesh)
 
     def begin_step(self) -> None:
         """
@@ -98,7 +117,13 @@ class Rounds:
         if self.at_border:
             self._tally.started = time.perf_counter()
 
-    def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0) -> bool:
+    def count_step(
+        self,
+        loss: torch.Tensor | float | None = None,
+        tokens: float = 0,
+        samples: float = 0,
+        labels: float | None = None,
+    ) -> bool:
         """
         Counts one optimizer step of this rank's group, without communication.
 
@@ -106,13 +131,19 @@ class Rounds:
             loss (`torch.Tensor` or `float`, *optional*):
                 The step's training loss on this rank, for the log.
             tokens (`int`, defaults to `0`):
-                Tokens that this rank trained on in the step, for the log.
+                Tokens that this rank trained on in the step, for the log and for `group_weights="tokens"`.
+            samples (`int`, defaults to `0`):
+                Samples that this rank trained on in the step, for `group_weights="samples"`.
+            labels (`int`, *optional*):
+                Where not all tokens count in the loss: those that do, for the weights in place of `tokens`.
 
         Returns:
             `bool`: Whether the round has its `sync_every` steps, so that [`~Rounds.close`] is due.
         """
         self.steps += 1
         self._tally.tokens += tokens
+        self._tally.labels += tokens if labels is None else labels
+        self._tally.samples += samples
         if loss is not None:
             self.add_loss(loss)
         return self.steps >= self.config.sync_every
@@ -130,7 +161,7 @@ class Rounds:
         self._tally.loss_sum = self._tally.loss_sum + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._tally.num_losses += num_losses
 
-    def step(self, loss: torch.Tensor | float | None = None, tokens: int = 0) -> RoundMetrics | None:
+    def step(self, loss: torch.Tensor | float | None = None, tokens: int = 0, samples: int = 0) -> RoundMetrics | None:
         """
         To be called after every optimizer step: counts it, and averages the groups when the round is over.
 
@@ -141,12 +172,14 @@ class Rounds:
             loss (`torch.Tensor` or `float`, *optional*):
                 The step's training loss on this rank, for the metrics.
             tokens (`int`, defaults to `0`):
-                Tokens that this rank trained on in the step, for the metrics.
+                Tokens that this rank trained on in the step, for the metrics and for `group_weights="tokens"`.
+            samples (`int`, defaults to `0`):
+                Samples that this rank trained on in the step, for `group_weights="samples"`.
 
         Returns:
             [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`.
         """
-        return self.close().metrics if self.count_step(loss, tokens) else None
+        return self.close().metrics if self.count_step(loss, tokens, samples) else None
 
     def finish(self) -> RoundMetrics | None:
         """
@@ -157,12 +190,17 @@ class Rounds:
             [`RoundMetrics`] or `None`: The metrics of the last round, `None` if the model was at a border already.
         """
         metrics = None if self.at_border else self.close().metrics
-        # A finished federation may be evaluated and saved; an optimizer step on it will be refused.
+        self.release()
+        return metrics
+
+    def release(self) -> None:
+        """
+        Gives the model up without averaging it: it may be evaluated and saved, and an optimizer step on it is refused.
+        """
         guard.detach(self)
         for undo in self._when_finished:
             undo()
         self._when_finished.clear()
-        return metrics
 
     def when_finished(self, undo: Callable[[], None]) -> None:
         """
@@ -184,6 +222,7 @@ class Rounds:
         """
         self._next_round()
         self.round = round
+        self.averager.restart()
 
     @property
     def at_border(self) -> bool:
@@ -197,8 +236,8 @@ class Rounds:
         """
         Closes the round: every group's parameters become their average. Collective over the world.
 
-        Order on every rank: the small exchange of metrics and votes, the buckets of the plan, the buffers, the small
-        exchange of the drift. What is done depends only on values that all ranks have exchanged, so they stay
+        Order on every rank: the small exchange of metrics and votes, one of weights if a function gives them, then those of
+        [`ModelAverager.average`]. What is done depends only on values that all ranks have exchanged, so they stay
         together.
 
         Args:
@@ -226,22 +265,30 @@ class Rounds:
         rows, wait_seconds = exchange_rows(row, self.mesh)
         self._check_rows(rows, held)
         excluded = tuple(group for group, bad in enumerate(rows["not_finite"]) if bad)
+        weights = group_weights(self.config.group_weights, rows, excluded, self.mesh)
+        with_moments = self._moments_agree(rows)
         start = time.perf_counter()
-        drift = self.averager.average(held, excluded)
+        outcome = self.averager.average(held, weights, excluded, with_moments)
+        moment_bytes = int(rows["moment_bytes"][self.mesh.group_index]) if with_moments else 0
         metrics = RoundMetrics(
             round=self.round + 1,
             steps=self.steps,
             seconds=self._tally.seconds(),
             wait_seconds=wait_seconds,
             sync_seconds=time.perf_counter() - start,
-            bytes_sent=int(rows["slow_bytes"][self.mesh.group_index]),
-            drift=drift,
+            bytes_sent=int(rows["slow_bytes"][self.mesh.group_index]) + moment_bytes,
+            drift=outcome.drift,
             losses=ratios(rows["loss_sum"], rows["num_losses"], otherwise=float("nan")),
             # Each rank adds its seconds to the row, so their sum over the group is `group_size` times the group's.
             tokens_per_second=ratios(
-                rows["tokens"], [total / self.mesh.layout.group_size for total in rows["seconds"]], otherwise=0.0
+                rows["all_tokens"], [total / self.mesh.layout.group_size for total in rows["seconds"]], otherwise=0.0
             ),
             excluded=excluded,
+            weights=weights,
+            moment_bytes_sent=moment_bytes,
+            pseudo_gradient_norm=outcome.pseudo_gradient_norm,
+            outer_learning_rate=outcome.outer_learning_rate,
+            lora_error=outcome.lora_error,
         )
         self._next_round()
         return Border(
@@ -273,12 +320,17 @@ class Rounds:
         group_size = self.mesh.layout.group_size
         return {
             "steps": self.steps / group_size,
-            "plan": zlib.crc32(repr(list(held.shards)).encode()) / group_size,
+            "updates": self._num_updates() / group_size,
+            "plan": held.digest() / group_size,
+            "moments": held.moments_digest() / group_size,
             "not_finite": float(not held.finite),
-            "unmanaged": len(held.unmanaged),
-            "slow_bytes": held.plan.slow_bytes(),
+            "problems": len(held.problems),
+            "slow_bytes": held.slow_bytes("parameters") + held.slow_bytes("adapters"),
+            "moment_bytes": held.slow_bytes("moments"),
             "seconds": seconds,
-            "tokens": float(self._tally.tokens),
+            "all_tokens": self._tally.tokens,
+            "tokens": self._tally.labels,
+            "samples": self._tally.samples,
             "loss_sum": float(self._tally.loss_sum),
             "num_losses": self._tally.num_losses,
         }
@@ -294,17 +346,32 @@ class Rounds:
             raise FederationMismatchError(
                 "The groups train different parameters: requires_grad was changed in some groups only."
             )
-        if any(rows["unmanaged"]):
-            raise ValueError(
-                "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
-                f"are reduced nowhere (on this rank: {', '.join(held.unmanaged) or 'none'}). Add them before `prepare`."
-            )
+        if any(rows["problems"]):
+            raise ValueError(" ".join(held.problems) or "Another rank cannot average its model; its error says why.")
         if all(rows["not_finite"]):
             raise RuntimeError(
                 f"The parameters of every federation group are not finite at the end of round {self.round + 1}. "
                 "Training cannot go on from here; lower the learning rate, or clip gradients (max_grad_norm), and start "
                 "from the last checkpoint."
             )
+
+    def _num_updates(self) -> float:
+        """Steps that an optimizer made, where somebody counts them: a gradient scaler may have skipped some."""
+        if not (self.counts_updates or guard.is_watching()):
+            return self.steps
+        return self.num_optimizer_steps / max(len(self.optimizers), 1)
+
+    def _moments_agree(self, rows: Mapping[str, list[float]]) -> bool:
+        """Whether the groups hold moments of the same parameters; not where one of them has made no step yet."""
+        if len({round(digest) for digest in rows["moments"]}) == 1:
+            return True
+        if self.mesh.is_main:
+            logger.warning(
+                "The optimizers of the federation groups hold moments of different parameters at the end of round %d: a "
+                "gradient scaler has skipped all steps of a group, say. The moments were not averaged this time.",
+                self.round + 1,
+            )
+        return False
 
     def _close_alone(self, votes: dict[str, bool], sums: dict[str, float]) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""

@@ -10,13 +10,13 @@ import torch
 from transformers import Trainer, TrainerControl, TrainerState
 from transformers.utils import logging
 
-from . import guard
 from .agreement import agree_on_training
 from .config import FederationConfig
 from .mesh import FederationMesh
 from .metrics import RoundMetrics, exchange_rows
 from .rounds import Rounds
 from .seams import check_attribute
+from .weights import count_batch
 
 
 logger = logging.get_logger(__name__)
@@ -58,7 +58,7 @@ class TrainingSession:
         # Epochs begun, those of the run that is resumed included.
         self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
-        self._tokens = 0.0
+        self._tokens = self._samples = self._labels = 0.0
         inner = mesh.layout.inner
         self._num_copies = inner.get("tp", 1) * inner.get("cp", 1)
         self._counted = trainer.state.global_step
@@ -79,7 +79,7 @@ class TrainingSession:
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
         self.in_round = False
-        guard.detach(self.rounds)
+        self.rounds.release()
 
     def after_event(self, event: str, state: TrainerState, control: TrainerControl) -> None:
         """
@@ -134,6 +134,10 @@ class TrainingSession:
             tokens = batch.get(name) if hasattr(batch, "get") else None
             # Ranks of a tensor or context parallel axis are given the same batch.
             self._tokens += tokens.numel() / self._num_copies if isinstance(tokens, torch.Tensor) else 0
+            if self.config.group_weights != "uniform":  # counting labels waits for the device
+                samples, labels = count_batch(batch)
+                self._samples += samples / self._num_copies
+                self._labels += (labels or 0) / self._num_copies
 
     def take_pending_logs(self) -> dict[str, float]:
         """The metrics of the last round that have not been logged, once."""
@@ -209,8 +213,8 @@ class TrainingSession:
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
         while self._counted < state.global_step:
-            self.rounds.count_step(tokens=self._tokens)
-            self._tokens = 0.0
+            self.rounds.count_step(tokens=self._tokens, samples=self._samples, labels=self._labels)
+            self._tokens = self._samples = self._labels = 0.0
             self._counted += 1
 
     def _hold_back(self, control: TrainerControl) -> None:

@@ -20,6 +20,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from .averaging import ModelAverager
 from .checkpoint import (
     DESCRIPTION_NAME,
     GroupState,
@@ -34,6 +35,7 @@ from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints,
 from .config import FederationConfig
 from .manifest import CheckpointError
 from .model_files import gather_adapters
+from .outer_checkpoint import take_outer_state
 from .reshape import describe_reshape
 from .seams import Patches, check_attribute, check_seam
 
@@ -93,6 +95,10 @@ class TrainerCheckpoints:
         self.config = config
         self.round = 0
         """Rounds behind the model: to be kept up to date by whoever counts them, and restored by a resume."""
+        self.averager: ModelAverager | None = None
+        """What holds the state of the outer loop, while training."""
+        self.resumed_from: Path | None = None
+        """The checkpoint that training goes on from, for the outer loop, which is made when training begins."""
         self._patches = Patches()
         self._written: dict[str, int] = {}
         self._saving = False
@@ -125,7 +131,7 @@ class TrainerCheckpoints:
                 except OSError as problem:
                     error = problem
             together("Cleaning the output directory", error)
-            self.round = 0
+            self.round, self.resumed_from = 0, None
             if not resume_from_checkpoint:
                 return original(None, *args, **kwargs)
             if resume_from_checkpoint is True:
@@ -243,7 +249,10 @@ class TrainerCheckpoints:
             "global_step": trainer.state.global_step,
             "sync_every": self.config.sync_every,
         }
-        self._written |= save_federation(Path(output_dir), trainer.model, self._group_state(), self.place, description)
+        outer = None if self.averager is None else take_outer_state(self.averager)
+        self._written |= save_federation(
+            Path(output_dir), trainer.model, self._group_state(), self.place, description, outer
+        )
 
     # ---- resuming ----
 
@@ -251,7 +260,7 @@ class TrainerCheckpoints:
         folder = Path(resume_from_checkpoint)
         error: Exception | None = None
         try:
-            load_model(folder, self.trainer.model if model is None else model)
+            load_model(folder, self.trainer.model if model is None else model, self.place)
         except CheckpointError as problem:
             error = problem
         together("Resuming", error)
@@ -263,7 +272,7 @@ class TrainerCheckpoints:
         error: Exception | None = None
         try:
             load_group_state(folder, self.trainer.model, self._group_state(), self.place, rule)
-            self.round = int(read_description(folder)["round"])
+            self.round, self.resumed_from = int(read_description(folder)["round"]), folder
             sentence = describe_reshape(read_description(folder), self.place.layout, rule)
             if sentence and dist.get_rank() == 0:
                 logger.warning(sentence)
