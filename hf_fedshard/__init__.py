@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .plugin import FederatedFSDPPlugin
     from .rounds import Border, Rounds
     from .seams import UpstreamChangedError
+    from .simulation import Simulation
+    from .weights import GroupCounts
 
 __version__ = "0.1.0"
 
@@ -40,8 +42,10 @@ _MODULES = {
     "FederationConfig": "config",
     "FederationLayout": "layout",
     "FederationMismatchError": "handshake",
+    "GroupCounts": "weights",
     "RoundMetrics": "metrics",
     "Rounds": "rounds",
+    "Simulation": "simulation",
     "UpstreamChangedError": "seams",
     "export_checkpoint": "export",
     "shutdown": "lifecycle",
@@ -56,8 +60,10 @@ __all__ = [
     "FederationConfig",
     "FederationLayout",
     "FederationMismatchError",
+    "GroupCounts",
     "RoundMetrics",
     "Rounds",
+    "Simulation",
     "UpstreamChangedError",
     "export_checkpoint",
     "shutdown",

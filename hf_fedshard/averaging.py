@@ -4,75 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from .config import FederationConfig
 from .exchange import ExchangePlan, average_replicated, plan_exchange, run_exchange
+from .held import Held
 from .lora import average_products, trained_pairs
 from .mesh import Peers
 from .metrics import exchange_rows
 from .moments import moments_of, reset_moments
 from .outer import OuterLoop
 from .selection import Selection
-from .shards import all_finite, as_sharded, local_shards, persistent_buffers, reshard, unmanaged_parameters
+from .shards import all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Held:
-    """
-    What this rank brings to a border.
-
-    Args:
-        shards (`dict[str, torch.Tensor]`):
-            Its local shards of the parameters to be averaged, aliasing them.
-        means (`dict[str, torch.Tensor]`):
-            Where their averages are formed, see [`OuterLoop.means`].
-        moments (`dict[str, torch.Tensor]`):
-            Its shards of the inner optimizers' moments, if they are averaged.
-        buffers (`dict[str, torch.Tensor]`):
-            Its persistent buffers.
-        plans (`dict[str, ExchangePlan]`):
-            How `"parameters"`, `"moments"` and the tables of `"adapters"` are exchanged.
-        finite (`bool`):
-            Whether all of it is, buffers left aside that were not when training began.
-        problems (`list[str]`):
-            What has come to train after the start and cannot be averaged.
-    """
-
-    shards: dict[str, torch.Tensor]
-    means: dict[str, torch.Tensor]
-    moments: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    plans: dict[str, ExchangePlan]
-    finite: bool
-    problems: list[str]
-
-    def slow_bytes(self, part: str) -> int:
-        """
-        Bytes that this rank sends to other groups.
-
-        Args:
-            part (`str`):
-                A key of `plans`.
-        """
-        return self.plans[part].slow_bytes() if part in self.plans else 0
-
-    def digest(self) -> int:
-        """A number that is the same in all groups if they average the same parameters."""
-        return zlib.crc32(repr(list(self.shards)).encode())
-
-    def moments_digest(self) -> int:
-        """The same for the moments."""
-        return zlib.crc32(repr([(name, tensor.dtype) for name, tensor in self.moments.items()]).encode())
 
 
 @dataclass(frozen=True)
@@ -170,7 +121,8 @@ class ModelAverager:
             groups = self.mesh.layout.num_groups
             tables = {
                 name: torch.empty((groups, *shards[name].shape), dtype=shards[name].dtype, device="meta")
-                for name in (name for pair in self._pairs for name in pair)
+                for pair in self._pairs
+                for name in pair
             }
             plans["adapters"] = self._plan("adapters", tables)
         local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
@@ -203,7 +155,6 @@ class ModelAverager:
         """
         weight, total = weights[self.mesh.group_index], sum(weights)
         device = self.mesh.device
-        row = {"drift": 0.0, "norm": 0.0}
         lora_error = None
         with torch.no_grad():
             paired = {name for pair in self._pairs for name in pair}
@@ -268,23 +219,11 @@ class ModelAverager:
         return self._plans[part][1]
 
     def _average_adapters(self, held: Held, weights: Sequence[float]) -> tuple[float, float, float]:
-        parameters = dict(self.model.named_parameters())
-
         def gather(tables: Mapping[str, torch.Tensor]) -> None:
             run_exchange(held.plans["adapters"], tables, self.mesh.device, 1.0, 1.0)
 
-        def whole(name: str, shard: torch.Tensor) -> torch.Tensor:
-            return as_sharded(shard, parameters[name]).full_tensor() if not self.mesh.in_process else shard
-
-        def part(name: str, full: torch.Tensor) -> torch.Tensor:
-            param = parameters[name]
-            if not isinstance(param, DTensor):
-                return full
-            replicated = [Replicate()] * param.device_mesh.ndim
-            held_by_all = DTensor.from_local(full, param.device_mesh, replicated, run_check=False)
-            return held_by_all.redistribute(placements=param.placements).to_local()
-
-        return average_products(self._pairs, held.shards, gather, whole, part, weights, self.mesh)
+        parameters = dict(self.model.named_parameters())
+        return average_products(self._pairs, held.shards, parameters, gather, weights, self.mesh)
 
     def _copies(self, name: str) -> int:
         """How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import DESCRIPTION_NAME, MODEL_FOLDER, read_description
+from .checkpoint import DESCRIPTION_NAME, LOCAL_PREFIX, MODEL_FOLDER, group_folder, read_description
 from .manifest import CheckpointError, find_damage, has_manifest
 from .tensor_store import load_tensors, stored_tensors
 
@@ -29,6 +29,7 @@ def export_checkpoint(
     max_shard_size: str | int = "5GB",
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    group: int = 0,
 ) -> Path:
     """
     Writes a checkpoint as a `save_pretrained` folder: safetensors, configuration, generation configuration, tokenizer;
@@ -45,6 +46,8 @@ def export_checkpoint(
             Type of the exported weights, `"bfloat16"` for example. Defaults to the one they were trained in.
         trust_remote_code (`bool`, defaults to `False`):
             Whether code that lies beside the model may be run.
+        group (`int`, defaults to `0`):
+            The federation group whose own layers are taken, where the groups have some (`local_parameters`).
 
     Returns:
         `Path`: The folder, for `from_pretrained`.
@@ -74,12 +77,25 @@ def export_checkpoint(
     if damage:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(damage[:5])}.")
     whole = not (checkpoint / DESCRIPTION_NAME).exists()
-    adapters = [] if whole else read_description(checkpoint)["adapters"]
+    description = {} if whole else read_description(checkpoint)
+    adapters, local = description.get("adapters", []), description.get("local", [])
+    num_groups = description.get("num_groups", 1)
+    if not 0 <= group < num_groups or (group and not local):
+        raise ValueError(
+            f"group={group} cannot be exported: the checkpoint is of {num_groups} groups, which have "
+            f"{'layers of their own' if local else 'one model'}."
+        )
+    if adapters and local:
+        raise ValueError(
+            f"{checkpoint} holds adapters of which each group has its own ({local[0]}, ...), and PEFT's files are of "
+            "group 0 alone. Resume, or read federation/group_* with torch.distributed.checkpoint."
+        )
     output.mkdir(parents=True, exist_ok=True)
     # `save_only_model` wrote the weights as they are to be; PEFT wrote the adapters by its own rules.
     _copy_files(checkpoint, output, with_weights=whole or bool(adapters))
     if not whole and not adapters:
-        _write_weights(checkpoint, output, max_shard_size, dtype, trust_remote_code)
+        own = group_folder(group) if local else None
+        _write_weights(checkpoint, output, max_shard_size, dtype, trust_remote_code, own)
     elif dtype is not None:
         logger.warning("dtype=%s is without effect: the weights are copied as they were saved.", dtype)
     return output
@@ -97,14 +113,23 @@ def _copy_files(checkpoint: Path, output: Path, with_weights: bool) -> None:
 
 
 def _write_weights(
-    checkpoint: Path, output: Path, max_shard_size: str | int, dtype: str | None, trust_remote_code: bool
+    checkpoint: Path,
+    output: Path,
+    max_shard_size: str | int,
+    dtype: str | None,
+    trust_remote_code: bool,
+    own: str | None,
 ) -> None:
-    state = {}
-    for name, stored in stored_tensors(checkpoint / MODEL_FOLDER).items():
-        floating = stored.dtype.is_floating_point
-        kind = getattr(torch, dtype) if dtype is not None and floating else stored.dtype
-        state[name] = torch.empty(stored.shape, dtype=kind)
-    load_tensors(state, checkpoint / MODEL_FOLDER)
+    state: dict[str, torch.Tensor] = {}
+    for folder, prefix in ((MODEL_FOLDER, ""), *(((own, LOCAL_PREFIX),) if own else ())):
+        part = {}
+        for name, stored in stored_tensors(checkpoint / folder).items():
+            if name.startswith(prefix):
+                floating = stored.dtype.is_floating_point
+                kind = getattr(torch, dtype) if dtype is not None and floating else stored.dtype
+                part[name] = torch.empty(stored.shape, dtype=kind)
+        load_tensors(part, checkpoint / folder)
+        state |= {name.removeprefix(prefix): tensor for name, tensor in part.items()}
     model = _empty_model(checkpoint, trust_remote_code)
     if model is None:
         from huggingface_hub import save_torch_state_dict
@@ -154,6 +179,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("output", help="the folder to write; must be empty or not exist")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: %(default)s)")
     parser.add_argument("--dtype", choices=_DTYPES, help="type of the exported weights (default: as trained)")
+    parser.add_argument("--group", type=int, default=0, help="whose own layers to take (default: %(default)s)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that lies beside the model")
     return parser
 

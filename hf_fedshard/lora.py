@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from .mesh import Peers
 from .selection import plain_name
+from .shards import as_sharded
 
 
 LORA_RULES = ("factors", "product", "freeze_a")
@@ -131,9 +133,8 @@ def refactor(
 def average_products(
     pairs: Sequence[tuple[str, str]],
     shards: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
     gather: Callable[[Mapping[str, torch.Tensor]], None],
-    whole: Callable[[str, torch.Tensor], torch.Tensor],
-    shard: Callable[[str, torch.Tensor], torch.Tensor],
     weights: Sequence[float],
     mesh: Peers,
 ) -> tuple[float, float, float]:
@@ -146,12 +147,11 @@ def average_products(
             Names of A and B.
         shards (`Mapping[str, torch.Tensor]`):
             This rank's shards, written in place.
+        parameters (`Mapping[str, torch.Tensor]`):
+            The parameters, which say how they are sharded.
         gather (`Callable`):
-            Sums tensors over the groups, in place. Collective.
-        whole (`Callable[[str, torch.Tensor], torch.Tensor]`):
-            Makes the whole parameter of a shard. Collective inside the group.
-        shard (`Callable[[str, torch.Tensor], torch.Tensor]`):
-            This rank's shard of a whole parameter.
+            Sums tensors over the groups, in place. Collective over the world; after it, the factors of each group are put
+            together by collectives inside this group, for one adapter after the other, the same on all ranks.
         weights (`Sequence[float]`):
             Of each group.
         mesh ([`Peers`]):
@@ -174,14 +174,28 @@ def average_products(
     drift = norm = worst = 0.0
     for pair in pairs:
         factors = [
-            [whole(name, tables[name][group]).double() for group in range(groups) if weights[group]] for name in pair
+            [_whole(tables[name][group], parameters[name]).double() for group in range(groups) if weights[group]]
+            for name in pair
         ]
         *found, error = refactor(factors[0], factors[1], [share for share in shares if share])
         worst = max(worst, error)
         for name, value in zip(pair, found, strict=True):
-            own = shard(name, value)
+            own = _part(value, parameters[name])
             if weights[mesh.group_index]:
                 drift += float((shards[name].double() - own).square().sum())
             norm += float(own.square().sum())
             shards[name].copy_(own)
     return drift, norm, worst
+
+
+def _whole(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return as_sharded(shard, param).full_tensor() if isinstance(param, DTensor) else shard
+
+
+def _part(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of what all ranks of the group hold."""
+    if not isinstance(param, DTensor):
+        return value
+    replicated = [Replicate()] * param.device_mesh.ndim
+    held_by_all = DTensor.from_local(value, param.device_mesh, replicated, run_check=False)
+    return held_by_all.redistribute(placements=param.placements).to_local()

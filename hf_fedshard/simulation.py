@@ -15,115 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .collectives import InMemoryGroup
 from .config import FederationConfig
 from .layout import FederationLayout
 from .lora import trained_pairs
 from .metrics import RoundMetrics
 from .rounds import Border, Rounds
 from .selection import Selection
-
-
-class _Meeting:
-    """Where the threads of the groups exchange tensors, while a round is closed."""
-
-    def __init__(self, num_peers: int) -> None:
-        self.barrier = threading.Barrier(num_peers)
-        self.tensors: list[torch.Tensor | None] = [None] * num_peers
-        self.result: torch.Tensor | None = None
-
-
-class _Peer(InMemoryGroup):
-    """One group among all."""
-
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
-        self.meeting = meeting
-        self._rank = rank
-
-    def size(self) -> int:
-        return len(self.meeting.tensors)
-
-    def rank(self) -> int:
-        return self._rank
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        def add() -> torch.Tensor:
-            total = self._deposited(0).clone()
-            for peer in range(1, self.size()):
-                total += self._deposited(peer)
-            return total
-
-        self._meet(tensor, add)
-
-    def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:
-        self._meet(tensor, lambda: self._deposited(group_src).clone())
-
-    def _meet(self, tensor: torch.Tensor, combine: Callable[[], torch.Tensor]) -> None:
-        # All have brought their tensor; the first one combines; all take the result; only then may the next call begin.
-        meeting = self.meeting
-        meeting.tensors[self._rank] = tensor
-        meeting.barrier.wait()
-        if self._rank == 0:
-            meeting.result = combine()
-        meeting.barrier.wait()
-        assert meeting.result is not None
-        tensor.copy_(meeting.result)
-        meeting.barrier.wait()
-
-    def _deposited(self, peer: int) -> torch.Tensor:
-        tensor = self.meeting.tensors[peer]
-        assert tensor is not None
-        return tensor
-
-
-class _Alone(InMemoryGroup):
-    """The only rank of a group."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class SimulatedPeers:
-    """
-    The place of a simulated group among the others: what [`FederationMesh`] is for processes.
-
-    Args:
-        layout ([`FederationLayout`]):
-            G groups of one rank.
-        fed (`InMemoryGroup`):
-            All groups.
-        group (`InMemoryGroup`):
-            The group's only rank.
-        device (`torch.device`):
-            Where the models live.
-    """
-
-    layout: FederationLayout
-    fed: InMemoryGroup
-    group: InMemoryGroup
-    device: torch.device
-    replicate: None = None
-    in_process: bool = True
-
-    @property
-    def group_index(self) -> int:
-        """g, this group."""
-        return self.fed.rank()
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this group speaks for all."""
-        return self.group_index == 0
+from .simulated_peers import Alone, InMemoryPeer, Meeting, SimulatedPeers
 
 
 class _SimulatedRounds(Rounds):
@@ -192,15 +90,18 @@ class Simulation:
     Example:
 
     ```python
-    simulation = Simulation(model, FederationConfig(num_groups=4, sync_every=8), torch.optim.AdamW)
-    for batches in steps:  # one batch for each group
-        for group, batch in zip(simulation.groups, batches):
-            loss = group.model(**batch).loss
+    import torch
+
+    simulation = Simulation(model, FederationConfig(num_groups=2, sync_every=8), torch.optim.AdamW)
+    batches = iter(dataloader)
+    for _ in range(10):
+        for group in simulation.groups:  # one after another
+            loss = group.model(**next(batches)).loss
             loss.backward()
             group.optimizer.step()
             group.optimizer.zero_grad()
             group.count_step(loss)
-        metrics = simulation.step()  # of a round, where one has ended
+        metrics = simulation.step()  # those of a round, where one has ended
     simulation.finish()
     ```
     """
@@ -219,14 +120,14 @@ class Simulation:
         if config.lora_average != "factors":
             trained_pairs(model)
         self.config = config
-        self._meeting = _Meeting(size)
+        self._meeting = Meeting(size)
         device = next(model.parameters()).device
         layout = FederationLayout(size, 1, {"dp_shard": 1})
         models = [model, *(copy.deepcopy(model) for _ in range(size - 1))]
         self.groups: list[SimulatedGroup] = []
         for index, own in enumerate(models):
             inner = optimizer([param for param in own.parameters() if param.requires_grad])
-            peers: Any = SimulatedPeers(layout, _Peer(self._meeting, index), _Alone(), device)
+            peers: Any = SimulatedPeers(layout, InMemoryPeer(self._meeting, index), Alone(), device)
             rounds = _SimulatedRounds(own, peers, config, [inner])
             rounds.counts_updates = True
             inner.register_step_post_hook(_note(rounds))
