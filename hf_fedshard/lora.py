@@ -6,6 +6,7 @@ Averages of low-rank adapters. The mean of the factors is not the factor of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ def adapter_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def freeze_first_factors(model: nn.Module) -> None:
+def freeze_first_factors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], None]:
     """
     Freezes the factor A of every adapter (FFA-LoRA, arXiv 2403.12313): with one A in all groups the mean of the products
     is the product of the means. A is what it was initialised to, so B alone is trained.
@@ -53,10 +54,29 @@ def freeze_first_factors(model: nn.Module) -> None:
     Args:
         model (`nn.Module`):
             The prepared model.
+        optimizers (`Iterable[torch.optim.Optimizer]`):
+            The inner optimizers, which may have been made for both factors.
+
+    Returns:
+        `Callable[[], None]`: To be called when it is over.
     """
     parameters = dict(model.named_parameters())
-    for first, _ in adapter_pairs(parameters):
-        parameters[first].requires_grad_(False)
+    frozen = {id(parameters[first].requires_grad_(False)) for first, _ in adapter_pairs(parameters)}
+
+    def drop_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # FSDP2 goes on reducing gradients of what trained in an earlier forward, an evaluation say.
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in frozen:
+                    param.grad = None
+
+    handles = [optimizer.register_step_pre_hook(drop_gradients) for optimizer in optimizers]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
 def trained_pairs(model: nn.Module) -> list[tuple[str, str]]:

@@ -103,7 +103,10 @@ class OuterLoop:
                 self._adopt(name, mean)
             mean.neg_().add_(self.anchors[name])
             squares.append(mean.norm().double().square() / copies(name))
-        return float(torch.stack([square.cpu() for square in squares]).sum()) if squares else 0.0
+        if not squares:
+            return 0.0
+        # Brought together before they are read, which is when a device is waited for.
+        return float(torch.stack([square.to(squares[0].device) for square in squares]).sum())
 
     @torch.no_grad()
     def step(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], norm: float) -> float | None:

@@ -90,13 +90,13 @@ class Rounds:
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
         reshard(model)
+        self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a":
-            freeze_first_factors(model)
+            self.when_finished(freeze_first_factors(model, self.optimizers))
         self._begin()
         self.averager = ModelAverager(model, mesh, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
         self._tally = Tally()
-        self._when_finished: list[Callable[[], None]] = []
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
             term = ProximalTerm(self.optimizers, names, self.averager.outer.anchors, config.proximal_mu)

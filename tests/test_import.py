@@ -21,6 +21,7 @@ from tests.harness.launch_env import fsdp_launch_env
 
 
 CORE = (
+    "collectives",
     "config",
     "environment",
     "mesh",
@@ -32,6 +33,14 @@ CORE = (
     "guard",
     "metrics",
     "rounds",
+    "outer",
+    "outer_optimizers",
+    "weights",
+    "moments",
+    "selection",
+    "proximal",
+    "lora",
+    "simulation",
 )
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 

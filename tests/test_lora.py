@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from hf_fedshard.config import FederationConfig
 from hf_fedshard.lora import adapter_pairs, refactor, trained_pairs
+from hf_fedshard.rounds import Rounds
 from tests.harness.models import add_lora, tiny_llama
 from tests.harness.outer_runs import GROUP_SIZE, Run, adapted, double, full_state, make_mesh
 from tests.harness.pool import WorkerPool
@@ -150,12 +152,31 @@ def test_pairs_of_peft() -> None:
     ]
 
 
+def _evaluated_before() -> bool:
+    """FSDP2 has made its whole parameters, which ask for gradients, before A is frozen."""
+    mesh = make_mesh()
+    model = fully_shard(adapted(), mesh=mesh.fsdp)
+    with torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.float64))
+    run = Run.__new__(Run)
+    run.mesh, run.model, run.max_grad_norm = mesh, model, None
+    run.optimizer = sgd([param for param in model.parameters() if param.requires_grad])
+    run.rounds = Rounds(model, mesh, FederationConfig(2, 2, lora_average="freeze_a"), [run.optimizer])
+    before = full_state(model)
+    run.train(0)
+    run.train(1)
+    after = full_state(model)
+    assert not torch.equal(before[SECOND], after[SECOND])
+    return torch.equal(before[FIRST], after[FIRST])
+
+
+def test_frozen_after_an_evaluation(world8: WorkerPool) -> None:
+    assert all(world8.run(_evaluated_before))
+
+
 def _without_adapters() -> None:
     model = double() if dist.get_rank() else adapted()
     mesh = make_mesh()
-    from hf_fedshard.config import FederationConfig
-    from hf_fedshard.rounds import Rounds
-
     Rounds(fully_shard(model, mesh=mesh.fsdp), mesh, FederationConfig(2, lora_average="freeze_a"))
 
 
