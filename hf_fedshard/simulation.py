@@ -45,16 +45,19 @@ class SimulatedGroup:
             Its inner optimizer.
         rounds ([`Rounds`]):
             What counts its steps.
+        due (`bool`):
+            Whether its round is over.
     """
 
     index: int
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rounds: Rounds
+    due: bool = False
 
     def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0, samples: float = 0) -> None:
         """
-        Counts a step of this group, as [`Rounds.count_step`]. What it says of the round's end, [`Simulation.step`] asks.
+        Counts a step of this group, as [`Rounds.count_step`].
 
         Args:
             loss (`torch.Tensor` or `float`, *optional*):
@@ -64,7 +67,7 @@ class SimulatedGroup:
             samples (`int`, defaults to `0`):
                 Its samples.
         """
-        self.rounds.count_step(loss, tokens, samples)
+        self.due = self.rounds.count_step(loss, tokens, samples)
 
 
 class Simulation:
@@ -150,7 +153,7 @@ class Simulation:
         Returns:
             [`RoundMetrics`] or `None`: The metrics where a round ended.
         """
-        return self.close().metrics if self.groups[0].rounds.steps >= self.config.sync_every else None
+        return self.close().metrics if any(group.due for group in self.groups) else None
 
     def finish(self) -> RoundMetrics | None:
         """
@@ -176,6 +179,8 @@ class Simulation:
             [`Border`]: What group 0 saw.
         """
         self._meeting.barrier.reset()
+        for group in self.groups:
+            group.due = False
 
         def closed(group: SimulatedGroup) -> Border:
             try:
