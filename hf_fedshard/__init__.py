@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from .preemption import TrainingPreempted
     from .rounds import Border, Rounds
     from .seams import UpstreamChangedError
+    from .simulation import Simulation
     from .splits import split_by_column, split_dirichlet
+    from .weights import GroupCounts
 
 __version__ = "0.1.0"
 
@@ -43,9 +45,11 @@ _MODULES = {
     "FederationConfig": "config",
     "FederationLayout": "layout",
     "FederationMismatchError": "handshake",
+    "GroupCounts": "weights",
     "GroupData": "group_data",
     "RoundMetrics": "metrics",
     "Rounds": "rounds",
+    "Simulation": "simulation",
     "TrainingPreempted": "preemption",
     "UpstreamChangedError": "seams",
     "export_checkpoint": "export",
@@ -64,9 +68,11 @@ __all__ = [
     "FederationConfig",
     "FederationLayout",
     "FederationMismatchError",
+    "GroupCounts",
     "GroupData",
     "RoundMetrics",
     "Rounds",
+    "Simulation",
     "TrainingPreempted",
     "UpstreamChangedError",
     "export_checkpoint",

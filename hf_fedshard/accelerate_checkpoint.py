@@ -23,6 +23,7 @@ from .checkpoint import (
 from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints, rotate
 from .manifest import CheckpointError, has_manifest
 from .model_files import gather_adapters, write_model_files
+from .outer_checkpoint import load_outer_state, take_outer_state
 from .parts import refuse
 from .rank_state import load_rank_state, save_rank_state
 from .reshape import describe_reshape
@@ -116,7 +117,10 @@ class AcceleratorCheckpoints:
         staging.begin()
         progress = self.rounds.state_dict()
         description = {"round": self.rounds.round, "step": accelerator.step, "progress": progress}
-        written = save_federation(staging.folder, self.rounds.model, self._group_state(), self.place, description)
+        outer = take_outer_state(self.rounds.averager)
+        written = save_federation(
+            staging.folder, self.rounds.model, self._group_state(), self.place, description, outer=outer
+        )
         adapters = gather_adapters(self.rounds.model)
         try:
             states = [self._position(dataloader) for dataloader in accelerator._dataloaders]
@@ -181,7 +185,7 @@ class AcceleratorCheckpoints:
     def _load(self, folder: Path) -> None:
         accelerator = self.accelerator
         refuse(folder, "accelerator.load_state: a Trainer wrote it, and resumes from it")
-        load_model(folder, self.rounds.model)
+        load_model(folder, self.rounds.model, self.place)
         load_group_state(folder, self.rounds.model, self._group_state(), self.place, self.rule)
         saved = read_description(folder)
         for hook in accelerator._load_model_state_pre_hook.values():
@@ -199,6 +203,7 @@ class AcceleratorCheckpoints:
                 dataloader.load_state_dict(position)
         accelerator.step = saved["step"] if state is None else state["step"]
         self.rounds.restore(saved.get("progress") or {"round": saved["round"], "steps": 0})
+        load_outer_state(folder, self.rounds.averager, self.place)
         sentence = describe_reshape(saved, self.place.layout, self.rule)
         if sentence and accelerator.is_main_process:
             logger.warning(sentence)

@@ -15,6 +15,17 @@ from .parallelism import FederatedParallelismConfig
 from .versions import versions
 
 
+# Settings that change no result, and `num_groups`, which may be left to the launch.
+_OF_THE_MACHINE = (
+    "num_groups",
+    "bucket_size_bytes",
+    "log_every_rounds",
+    "timeout_seconds",
+    "optimizer_on_reshape",
+    "preemption_grace_seconds",
+)
+
+
 def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationConfig) -> None:
     """
     Checks that a Trainer can be federated, on all ranks alike. Collective over the world.
@@ -45,7 +56,7 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
             raise
         error = str(problem)
     jit = trainer.args.enable_jit_checkpoint
-    agree("the federation", {**vars(config), **versions(), "enable_jit_checkpoint": jit}, error)
+    agree("the federation", {**config.comparable(), **versions(), "enable_jit_checkpoint": jit}, error)
 
 
 def agree_on_training(trainer: Trainer, at_border: bool = True) -> None:
@@ -106,14 +117,14 @@ def _check_given_federation(parallelism_config: Any, config: FederationConfig) -
     """A federation that is in force already, from a plugin or from a callback beside this one, must be this one."""
     if not isinstance(parallelism_config, FederatedParallelismConfig):
         return
-    given, layout = parallelism_config.federation_config, parallelism_config.federation_layout
-    pairs: list[tuple[str, Any, Any]] = [("num_groups", config.num_groups, layout.num_groups)]
+    given, layout = parallelism_config.federation_config.comparable(), parallelism_config.federation_layout
+    mine = config.comparable()
+    pairs = [] if config.num_groups is None else [("num_groups", config.num_groups, layout.num_groups)]
     if not parallelism_config.stock:
-        # A plugin's: it would say one period and the callback another.
-        for name in ("sync_every", "sync_steps_at_start", "sync_steps_at_end"):
-            pairs.append((name, getattr(config, name), getattr(given, name)))
+        # A plugin's: it would say one period or outer optimizer and the callback another.
+        pairs += [(name, mine[name], given[name]) for name in mine if name not in _OF_THE_MACHINE]
     for name, ours, theirs in pairs:
-        if ours is not None and ours != theirs:
+        if ours != theirs:
             raise ValueError(
                 f"The callback has {name}={ours}, but the federation that is in force already has {name}={theirs}. Give "
                 "both the same value."

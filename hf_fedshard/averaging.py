@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .config import FederationConfig
-from .exchange import AveragingReport, ExchangePlan, average_replicated, plan_exchange, run_exchange
-from .mesh import FederationMesh
+from .exchange import ExchangePlan, average_replicated, plan_exchange, run_exchange
+from .held import Held
+from .lora import average_products, trained_pairs
+from .mesh import Peers
 from .metrics import exchange_rows
+from .moments import moments_of, reset_moments
+from .outer import OuterLoop
+from .selection import Selection
 from .shards import all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
 
 
@@ -20,28 +27,31 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Held:
+class Outcome:
     """
-    What this rank brings to a border.
+    What an averaging came to, the same on all ranks. See [`RoundMetrics`].
 
     Args:
-        shards (`dict[str, torch.Tensor]`):
-            Its local shards of the parameters to be averaged, aliasing them.
-        buffers (`dict[str, torch.Tensor]`):
-            Its persistent buffers.
-        plan ([`ExchangePlan`]):
-            How the shards are exchanged.
-        finite (`bool`):
-            Whether all of it is, buffers left aside that were not when training began.
-        unmanaged (`list[str]`):
-            Trainable parameters that FSDP2 does not manage: none, unless they were added after the start.
+        drift (`float`):
+            Distance of the groups from their average.
+        weights (`tuple[float, ...]`):
+            How much each group counted; none where the model was taken as it is.
+        with_moments (`bool`, defaults to `False`):
+            Whether moments of the inner optimizers were averaged.
+        pseudo_gradient_norm (`float`, *optional*):
+            Norm of the anchor minus the average.
+        outer_learning_rate (`float`, *optional*):
+            Of the outer step.
+        lora_error (`float`, *optional*):
+            What the adapters could not hold.
     """
 
-    shards: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    plan: ExchangePlan
-    finite: bool
-    unmanaged: list[str]
+    drift: float
+    weights: tuple[float, ...] = ()
+    with_moments: bool = False
+    pseudo_gradient_norm: float | None = None
+    outer_learning_rate: float | None = None
+    lora_error: float | None = None
 
 
 class ModelAverager:
@@ -51,7 +61,7 @@ class ModelAverager:
     Args:
         model (`nn.Module`):
             The prepared model.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             The federation.
         config ([`FederationConfig`]):
             Its settings.
@@ -62,7 +72,7 @@ class ModelAverager:
     def __init__(
         self,
         model: nn.Module,
-        mesh: FederationMesh,
+        mesh: Peers,
         config: FederationConfig,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
@@ -70,12 +80,26 @@ class ModelAverager:
         self.mesh = mesh
         self.config = config
         self.optimizers = optimizers
+        self.selection = Selection(config)
+        self.outer = OuterLoop(config)
         self._trained: set[str] = set()
-        self._plan: ExchangePlan | None = None
-        self._plan_names: tuple[str, ...] = ()
+        self._plans: dict[str, tuple[object, ExchangePlan]] = {}
+        self._pairs = trained_pairs(model) if config.lora_average == "product" else []
         # A constant such as a causal mask of -inf is no sign of trouble.
         self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
-        self.note_trainable()
+        self.restart()
+
+    def restart(self, trained_before: Iterable[str] = ()) -> None:
+        """
+        Begins from the model as it is: the next outer step is the first.
+
+        Args:
+            trained_before (`Iterable[str]`, *optional*):
+                Names of parameters that have trained earlier in a round that is resumed.
+        """
+        reshard(self.model)
+        self.note_trainable(trained_before)
+        self.outer.restart(self._averaged_shards())
 
     @property
     def trained(self) -> list[str]:
@@ -93,74 +117,190 @@ class ModelAverager:
         self._trained |= {name for name, param in self.model.named_parameters() if param.requires_grad}
         self._trained |= set(before)
 
+    def local_names(self) -> set[str]:
+        """Names of the parameters and persistent buffers of which each group has its own."""
+        names = {*self._trained, *persistent_buffers(self.model)}
+        return {name for name in names if self.selection.is_local(name)}
+
     def collect(self) -> Held:
         """
         Gathers what this rank brings to a border, without communication.
 
         Returns:
-            [`Held`]: Everything that trains or has trained, the buffers, and the plan; the plan is kept from border to
+            [`Held`]: Everything that trains or has trained, the buffers, and the plans; these are kept from border to
             border, and made anew where parameters were unfrozen.
         """
         reshard(self.model)
         self.note_trainable()
-        shards = {name: shard for name, shard in local_shards(self.model).items() if name in self._trained}
-        if self._plan is None or tuple(shards) != self._plan_names:
-            self._plan = plan_exchange(shards, self.mesh, self.config.bucket_size_bytes)
-            self._plan_names = tuple(shards)
+        shards = self._averaged_shards()
+        means = self.outer.means(shards)
+        moments, problems = self._moments(shards)
+        problems += self._strays()
         buffers = persistent_buffers(self.model)
-        finite = all_finite([*shards.values(), *(buffers[name] for name in self._checked_buffers)])
-        return Held(shards, buffers, self._plan, finite, unmanaged_parameters(self.model))
+        paired = {name for pair in self._pairs for name in pair}
+        plans = {"parameters": self._plan("parameters", {n: t for n, t in means.items() if n not in paired})}
+        if moments:
+            plans["moments"] = self._plan("moments", moments)
+        if self._pairs:
+            groups = self.mesh.layout.num_groups
+            tables = {
+                name: torch.empty((groups, *shards[name].shape), dtype=shards[name].dtype, device="meta")
+                for pair in self._pairs
+                for name in pair
+            }
+            plans["adapters"] = self._plan("adapters", tables)
+        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
+        finite = all_finite(
+            [*shards.values(), *local, *moments.values(), *(buffers[name] for name in self._checked_buffers)]
+        )
+        return Held(shards, means, moments, buffers, plans, finite, problems)
 
-    def average(self, held: Held, excluded: tuple[int, ...]) -> float:
+    def average(
+        self,
+        held: Held,
+        weights: Sequence[float],
+        excluded: tuple[int, ...],
+        with_moments: bool = True,
+        step: bool = True,
+    ) -> Outcome:
         """
-        Replaces parameters and buffers by their average over the groups. Collective over the world, in this order: the
-        buckets of the plan, the buffers, the small exchange of the drift.
+        Replaces parameters and buffers by their average over the groups, and makes the outer step. Collective over the
+        world, in this order: the buckets of the parameters, adapters of which products are averaged, the buckets of the
+        moments, the buffers, and one small exchange of norms. What follows needs no communication: every rank steps its
+        shards.
 
         Args:
             held ([`Held`]):
                 From [`~ModelAverager.collect`], on all ranks for the same parameters.
+            weights (`Sequence[float]`):
+                Of each group, the same on all ranks; 0 for those that are left out.
             excluded (`tuple[int, ...]`):
-                Groups to leave out, the same on all ranks, not all of them. They take the average, and fresh moments.
+                Groups that are left out, the same on all ranks, not all of them. They take the average, and fresh moments.
+            with_moments (`bool`, defaults to `True`):
+                Whether the moments of all groups are of the same parameters, the same on all ranks.
+            step (`bool`, defaults to `True`):
+                Whether the outer optimizer steps; if not, the average is the model.
 
         Returns:
-            `float`: The drift, see [`RoundMetrics`].
+            [`Outcome`]: What it came to.
         """
-        included = self.mesh.layout.num_groups - len(excluded)
-        left_out = self.mesh.group_index in excluded
+        weight, total = weights[self.mesh.group_index], sum(weights)
+        device = self.mesh.device
+        lora_error = None
         with torch.no_grad():
-            weight = 0.0 if left_out else 1.0
-            report = run_exchange(held.plan, held.shards, self.mesh.device, weight, float(included))
-            average_replicated(held.buffers, self.mesh, not left_out, included)
-        if excluded and torch.distributed.get_rank() == 0:
-            logger.warning(
-                "The parameters of federation group %s were not finite. It was left out of the average, has taken the "
-                "average of the others, and starts with fresh optimizer moments.",
-                ", ".join(map(str, excluded)),
-            )
-        if left_out:
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
-        return self._exchange_drift(report, included)
+            paired = {name for pair in self._pairs for name in pair}
+            plain = {name: mean for name, mean in held.means.items() if name not in paired}
+            report = run_exchange(held.plans["parameters"], plain, device, weight, total)
+            row = {"drift": report.squared_drift.item(), "norm": report.squared_norm.item()}
+            if self._pairs:
+                drift, norm, lora_error = self._average_adapters(held, weights)
+                row = {"drift": row["drift"] + drift, "norm": row["norm"] + norm}
+            with_moments = with_moments and bool(held.moments)
+            if with_moments:
+                run_exchange(held.plans["moments"], held.moments, device, weight, total)
+            self._average_buffers(held, weight, total)
+        row["pseudo_gradient"] = self.outer.form_pseudo_gradients(held.means, self._copies) if step else 0.0
+        # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction.
+        rows, _ = exchange_rows(row, self.mesh)
+        # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.
+        norm = rows["pseudo_gradient"][0] ** 0.5
+        rate = self.outer.step(held.means, held.shards, norm) if step else self.outer.take(held.means, held.shards)
+        self._settle_moments(excluded, with_moments)
+        counted = sum(weight > 0 for weight in weights)
+        drift = (sum(rows["drift"]) / counted / rows["norm"][0]) ** 0.5 if rows["norm"][0] > 0 else 0.0
+        return Outcome(drift, tuple(weights), with_moments, None if rate is None else norm, rate, lora_error)
 
-    def take_as_it_is(self, held: Held) -> float:
+    def take_as_it_is(self, held: Held) -> Outcome:
         """
         Makes a border of a model that all groups hold already, after synchronous steps. Collective over the world: only the
         buffers are averaged, which every rank has of its own.
+
+        There is no outer step: the model is the anchor of the next round, the outer optimizer's moments and its place in
+        the schedule stay as they are, and so do the inner moments, which are equal already.
 
         Args:
             held ([`Held`]):
                 From [`~ModelAverager.collect`].
 
         Returns:
-            `float`: The drift: none.
+            [`Outcome`]: No drift, and nothing else.
         """
         with torch.no_grad():
-            average_replicated(held.buffers, self.mesh, True, self.mesh.layout.num_groups)
-        return 0.0
+            self._average_buffers(held, 1.0, float(self.mesh.layout.num_groups))
+        self.outer.take(held.shards, held.shards)
+        return Outcome(0.0)
 
-    def _exchange_drift(self, report: AveragingReport, included: int) -> float:
-        # The replicas of a group each report the whole shard, so the ratio needs no correction.
-        row = {"drift": report.squared_drift.item(), "norm": report.squared_norm.item()}
-        rows, _ = exchange_rows(row, self.mesh)
-        norm = rows["norm"][0]
-        return (sum(rows["drift"]) / included / norm) ** 0.5 if norm > 0 else 0.0
+    def _average_buffers(self, held: Held, weight: float, total: float) -> None:
+        local = {name: buffer for name, buffer in held.buffers.items() if self.selection.is_local(name)}
+        shared = {name: buffer for name, buffer in held.buffers.items() if name not in local}
+        average_replicated(shared, self.mesh, weight, total)
+        average_replicated(local, self.mesh, weight, total, in_group=True)
+
+    def _shards(self) -> dict[str, torch.Tensor]:
+        return local_shards(self.model, plain=self.mesh.in_process)
+
+    def _averaged_shards(self) -> dict[str, torch.Tensor]:
+        return {
+            name: shard
+            for name, shard in self._shards().items()
+            if name in self._trained and self.selection.is_averaged(name)
+        }
+
+    def _moments(self, shards: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        if self.config.inner_moments != "average":
+            return {}, []
+        names = {id(param): name for name, param in self.model.named_parameters() if name in shards}
+        found, refused = moments_of(self.optimizers, names)
+        return found, [
+            f"inner_moments='average' cannot average {what}. Use 'keep' or 'reset'." for what in refused[:1]
+        ]
+
+    def _strays(self) -> list[str]:
+        unmanaged = [] if self.mesh.in_process else unmanaged_parameters(self.model)
+        problems = [
+            "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
+            f"are reduced nowhere: {', '.join(unmanaged)}. Add them before `prepare`."
+        ]
+        stray = [n for n in self._trained if not self.selection.is_averaged(n) and not self.selection.is_local(n)]
+        return (problems if unmanaged else []) + [
+            f"{name} was unfrozen, but is neither averaged nor local: see include_parameters and local_parameters."
+            for name in sorted(stray)[:1]
+        ]
+
+    def _plan(self, part: str, tensors: Mapping[str, torch.Tensor]) -> ExchangePlan:
+        names = tuple((name, tensor.numel(), tensor.dtype) for name, tensor in tensors.items())
+        if part not in self._plans or self._plans[part][0] != names:
+            self._plans[part] = (names, plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes))
+        return self._plans[part][1]
+
+    def _average_adapters(self, held: Held, weights: Sequence[float]) -> tuple[float, float, float]:
+        def gather(tables: Mapping[str, torch.Tensor]) -> None:
+            run_exchange(held.plans["adapters"], tables, self.mesh.device, 1.0, 1.0)
+
+        parameters = dict(self.model.named_parameters())
+        return average_products(self._pairs, held.shards, parameters, gather, weights, self.mesh)
+
+    def _copies(self, name: str) -> int:
+        """How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it."""
+        param = self.model.get_parameter(name)
+        if not isinstance(param, DTensor):
+            return 1
+        sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
+        return self.mesh.group.size() // math.prod(size for size, placement in sizes if placement.is_shard())
+
+    def _settle_moments(self, excluded: tuple[int, ...], averaged: bool) -> None:
+        if excluded and self.mesh.is_main:
+            logger.warning(
+                "The parameters of federation group %s were not finite. It was left out of the average, has taken the "
+                "average of the others, and starts with %s optimizer moments.",
+                ", ".join(map(str, excluded)),
+                "averaged" if averaged else "fresh",
+            )
+        left_out = self.mesh.group_index in excluded and not averaged
+        if not left_out and self.config.inner_moments != "reset":
+            return
+        chosen = {
+            id(param) for name, param in self.model.named_parameters() if left_out or self.selection.is_averaged(name)
+        }
+        for optimizer in self.optimizers:
+            reset_moments(optimizer, lambda param: id(param) in chosen)

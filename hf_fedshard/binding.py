@@ -15,6 +15,7 @@ from .checkpoint import Place
 from .config import FederationConfig
 from .group_ops import ACCELERATOR_SEAMS, GroupOps, keep_in_group
 from .group_steps import STEP_SEAMS, GroupSteps
+from .outer_checkpoint import resume_outer_state
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
@@ -186,11 +187,14 @@ class TrainerBinding:
         self.session.unique_share = self.steps.unique_share
         if inside is None:
             self.session.resume(self.checkpoints.progress)
+        averager = self.checkpoints.averager = self.session.rounds.averager
+        if self.checkpoints.resumed_from is not None:
+            resume_outer_state(self.checkpoints.resumed_from, averager, self.checkpoints.place)
 
     def _end_session(self) -> None:
         if self.session is not None:
             self.session.end()
-            self.session = None
+            self.session = self.checkpoints.averager = None
 
     def _count_tokens(self, batches: list[Any]) -> None:
         if self.session is not None:

@@ -14,8 +14,9 @@ from torch import nn
 
 from .layout import FederationLayout
 from .manifest import FEDERATION_FOLDER, CheckpointError, read_json, write_json
-from .optimizer_state import parameter_names, plain_name, put_optimizer_state, take_optimizer_state
+from .optimizer_state import parameter_names, put_optimizer_state, take_optimizer_state
 from .reshape import nearest_group
+from .selection import plain_name
 from .shards import persistent_buffers, reshard
 from .state_values import decode, encode
 from .tensor_store import load_tensors, save_tensors, stored_tensors
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 DESCRIPTION_NAME = f"{FEDERATION_FOLDER}/federation.json"
 MODEL_FOLDER = f"{FEDERATION_FOLDER}/model"
+OUTER_FOLDER = f"{FEDERATION_FOLDER}/outer"
+LOCAL_PREFIX = "local/"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,26 @@ class GroupState:
 
     optimizers: Sequence[torch.optim.Optimizer] = ()
     others: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class OuterState:
+    """
+    What belongs to the outer loop, which all groups hold alike, and what each group keeps of the model.
+
+    Args:
+        tensors (`Mapping[str, torch.Tensor]`):
+            Moments of the outer optimizer, and anchors that are not the weights themselves (inside a round all of them);
+            sharded as the parameters.
+        description (`Mapping[str, Any]`):
+            Its settings and where it stands, for JSON.
+        local (`frozenset[str]`):
+            Names of the tensors of the model of which each group has its own.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
+    local: frozenset[str] = frozenset()
 
 
 def together(what: str, error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
@@ -124,14 +147,15 @@ def save_federation(
     place: Place,
     description: Mapping[str, Any],
     scope: dist.ProcessGroup | None = None,
+    outer: OuterState | None = None,
 ) -> dict[str, int]:
     """
     Writes a model and the groups' states: at a border, collective over the world; inside a round one group's alone,
     collective over the group.
 
-    Order on every rank: what all ranks of the scope hold together, over the scope; each group's optimizer tensors, inside
-    the group; one agreement over the scope. A rank that fails in one of them takes part in the next, so nobody waits for
-    it.
+    Order on every rank: what all ranks of the scope hold together, over the scope, the model and then the outer loop's;
+    each group's optimizer tensors and local layers, inside the group; one agreement over the scope. A rank that fails in
+    one of them takes part in the next, so nobody waits for it.
 
     Args:
         folder (`Path`):
@@ -146,6 +170,8 @@ def save_federation(
             More about the run: `round`, `global_step`, `sync_every`.
         scope (`ProcessGroup`, *optional*):
             The ranks that save together: `None` for the world, or the group of `place`.
+        outer ([`OuterState`], *optional*):
+            The outer loop's; by default there is none.
 
     Returns:
         `dict[str, int]`: crc32 of the files that this rank has written, by path in `folder`.
@@ -162,9 +188,14 @@ def save_federation(
     # Before the first collective: a state that cannot be stored is found on some ranks only, after skipped steps say.
     together("Saving a checkpoint", error, scope)
     tensors, values = taken
+    outer = outer or OuterState()
+    everything = model_tensors(model)
+    shared = {name: tensor for name, tensor in everything.items() if name not in outer.local}
+    tensors |= {LOCAL_PREFIX + name: everything[name] for name in everything if name in outer.local}
     try:
-        checksums = save_tensors(model_tensors(model), folder / MODEL_FOLDER, scope)
-        written |= {f"{MODEL_FOLDER}/{name}": crc32 for name, crc32 in checksums.items()}
+        for part, held in ((MODEL_FOLDER, shared), (OUTER_FOLDER, outer.tensors)):
+            checksums = save_tensors(held, folder / part, scope) if held else {}
+            written |= {f"{part}/{name}": crc32 for name, crc32 in checksums.items()}
     except CheckpointError as problem:
         error = problem
     # The failure of a collective store is every rank's, so all take the same way here.
@@ -176,7 +207,8 @@ def save_federation(
             if place.group.rank() == 0:
                 write_json(folder / own / "state.json", values)
             if dist.get_rank(scope) == 0:
-                write_json(folder / DESCRIPTION_NAME, {**_describe(model, place), **description})
+                more = {"outer": dict(outer.description), "local": sorted(outer.local)}
+                write_json(folder / DESCRIPTION_NAME, {**_describe(model, place), **more, **description})
         except (CheckpointError, OSError, ValueError) as problem:
             error = problem
     together("Saving a checkpoint", error, scope)
@@ -203,27 +235,35 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def load_model(folder: Path, model: nn.Module) -> None:
+def load_model(folder: Path, model: nn.Module, place: Place) -> None:
     """
     Reads a checkpoint's weights and buffers into a model of any shape of mesh. Without communication.
+
+    What every group had for itself (`local_parameters`) is read from the group at the same place in the row of groups.
 
     Args:
         folder (`Path`):
             The checkpoint.
         model (`nn.Module`):
             The prepared model.
+        place ([`Place`]):
+            This rank's.
 
     Raises:
         CheckpointError: If the checkpoint is of another model; the message names what differs.
     """
     tensors = model_tensors(model)
     stored = stored_tensors(folder / MODEL_FOLDER)
-    missing, foreign = sorted(set(tensors) - set(stored)), sorted(set(stored) - set(tensors))
+    description = read_description(folder)
+    local = {name for name in description.get("local", ()) if name in tensors}
+    missing, foreign = sorted(set(tensors) - set(stored) - local), sorted(set(stored) - set(tensors))
     if missing or foreign:
         parts = [f"{len(missing)} tensors of the model are not in it, first {missing[0]}"] if missing else []
         parts += [f"{len(foreign)} of its tensors are not in the model, first {foreign[0]}"] if foreign else []
         raise CheckpointError(f"The checkpoint {folder} is of another model: {' and '.join(parts)}.")
-    load_tensors(tensors, folder / MODEL_FOLDER)
+    load_tensors({name: tensor for name, tensor in tensors.items() if name not in local}, folder / MODEL_FOLDER)
+    source = nearest_group(place.group_index, place.layout.num_groups, int(description["num_groups"]))
+    load_tensors({LOCAL_PREFIX + name: tensors[name] for name in sorted(local)}, folder / group_folder(source))
 
 
 def load_group_state(folder: Path, model: nn.Module, state: GroupState, place: Place, rule: str) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
+import torch
+
 from . import environment
 from .layout import FederationLayout, split_world
+from .lora import LORA_RULES
+from .moments import MOMENT_RULES
+from .outer_optimizers import SCHEDULES, format_options, is_plain_averaging, make_outer_optimizer
 from .periods import ALLOWED, parse_stages
+from .selection import parse_patterns
+from .weights import describe_function, find_weight_function
 
 
 RESHAPE_RULES = ("nearest", "average")
@@ -62,6 +69,41 @@ class FederationConfig:
         preemption_grace_seconds (`float`, defaults to `20`):
             With `TrainingArguments(enable_jit_checkpoint=True)`: time between SIGTERM and the kill, in which the run has to
             save and leave. Half of it, or more where checkpoints take longer, is kept for saving.
+        outer_optimizer (`str`, defaults to `"fedavg"`):
+            What makes the next model of the average: `"fedavg"` takes it; `"fedavgm"`, `"nesterov"` (DiLoCo),
+            `"fedadagrad"`, `"fedadam"`, `"fedyogi"` or an elementwise class of `torch.optim` by its name, `"AdamW"` say,
+            steps on the anchor minus the average. See `docs/outer.md`.
+        outer_learning_rate (`float`, *optional*):
+            Its learning rate. Defaults to that of its paper, of a torch class to torch's.
+        outer_options (`str` or `Mapping[str, Any]`, defaults to `""`):
+            Its other arguments: `{"momentum": 0.8}`, or as a text `"momentum=0.8"`.
+        outer_schedule (`str`, defaults to `"constant"`):
+            How its learning rate changes from round to round: `"constant"`, `"linear"` or `"cosine"`.
+        outer_warmup_rounds (`int`, defaults to `0`):
+            Rounds in which its learning rate rises linearly.
+        outer_schedule_rounds (`int`, *optional*):
+            Rounds at which `"linear"` and `"cosine"` end: those of the run, steps divided by `sync_every`.
+        outer_max_norm (`float`, *optional*):
+            Largest norm of the anchor minus the average over the whole model; a longer one is scaled down to it.
+        group_weights (`str` or `Callable`, defaults to `"uniform"`):
+            How much a group counts in the average: `"uniform"`, or by the `"samples"`, `"tokens"` or `"steps"` of the
+            round, or a function of a list of [`GroupCounts`] that gives one number for each group, also as
+            `"module:function"`.
+        inner_moments (`str`, defaults to `"keep"`):
+            What becomes of the inner optimizers' state at a border: `"keep"`, `"reset"`, or `"average"`, which sends the
+            moments beside the parameters.
+        include_parameters (`str` or `Sequence[str]`, defaults to `"*"`):
+            Which of the parameters that train are averaged: shell patterns of their names, or regular expressions after
+            `re:`; in a text with commas between them.
+        exclude_parameters (`str` or `Sequence[str]`, defaults to `""`):
+            Which of them are not. They must be frozen, or local.
+        local_parameters (`str` or `Sequence[str]`, defaults to `""`):
+            Parameters and buffers of which each group keeps its own (personalised layers).
+        lora_average (`str`, defaults to `"factors"`):
+            How LoRA adapters are averaged: `"factors"`, A and B each by itself, which is biased; `"product"`, the mean of
+            their products, factored again; `"freeze_a"`, B alone trains.
+        proximal_mu (`float`, defaults to `0.0`):
+            Strength of FedProx's pull towards the model at the last border.
 
     Raises:
         ValueError: If a value is out of its range; the message names the field, the value and what is allowed.
@@ -80,6 +122,20 @@ class FederationConfig:
     timeout_seconds: float | None = None
     optimizer_on_reshape: str = "nearest"
     preemption_grace_seconds: float = 20.0
+    outer_optimizer: str = "fedavg"
+    outer_learning_rate: float | None = None
+    outer_options: str | Mapping[str, Any] = ""
+    outer_schedule: str = "constant"
+    outer_warmup_rounds: int = 0
+    outer_schedule_rounds: int | None = None
+    outer_max_norm: float | None = None
+    group_weights: str | Callable[..., Any] = "uniform"
+    inner_moments: str = "keep"
+    include_parameters: str | Sequence[str] = "*"
+    exclude_parameters: str | Sequence[str] = ""
+    local_parameters: str | Sequence[str] = ""
+    lora_average: str = "factors"
+    proximal_mu: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_groups is not None:
@@ -92,11 +148,30 @@ class FederationConfig:
         if self.timeout_seconds is not None:
             _check_seconds("timeout_seconds", self.timeout_seconds)
         _check_seconds("preemption_grace_seconds", self.preemption_grace_seconds)
-        if self.optimizer_on_reshape not in RESHAPE_RULES:
-            raise ValueError(
-                f"optimizer_on_reshape must be one of {', '.join(RESHAPE_RULES)}, but got "
-                f"{self.optimizer_on_reshape!r}."
-            )
+        for name, allowed in (
+            ("optimizer_on_reshape", RESHAPE_RULES),
+            ("outer_schedule", SCHEDULES),
+            ("inner_moments", MOMENT_RULES),
+            ("lora_average", LORA_RULES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, but got {getattr(self, name)!r}.")
+        _check_outer(self)
+
+    def comparable(self) -> dict[str, Any]:
+        """
+        The settings in a form that ranks can exchange and compare: a function by its name.
+
+        Returns:
+            `dict[str, Any]`: By name.
+        """
+        values = dict(vars(self))
+        if callable(self.group_weights):
+            values["group_weights"] = describe_function(self.group_weights)
+        values["outer_options"] = format_options(self.outer_options)
+        for name in ("include_parameters", "exclude_parameters", "local_parameters"):
+            values[name] = parse_patterns(values[name])
+        return values
 
     def _check_periods(self) -> None:
         every = self.sync_every
@@ -175,9 +250,52 @@ def _check_int(name: str, value: Any, minimum: int) -> None:
 
 
 def _check_seconds(name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and 0 < value < math.inf):
+    if not (_is_number(value) and 0 < value < math.inf):
         raise ValueError(f"{name} must be a positive number, but got {value!r}.")
+
+
+def _check_number(name: str, value: Any, minimum: float, above: bool) -> None:
+    if not (_is_number(value) and value < math.inf and (value > minimum if above else value >= minimum)):
+        raise ValueError(
+            f"{name} must be a number {'above' if above else 'of at least'} {minimum:g}, but got {value!r}."
+        )
+
+
+def _check_outer(config: FederationConfig) -> None:
+    """What concerns the step at a border."""
+    for name, value in (
+        ("outer_learning_rate", config.outer_learning_rate),
+        ("outer_max_norm", config.outer_max_norm),
+    ):
+        if value is not None:
+            _check_number(name, value, 0.0, above=True)
+    _check_number("proximal_mu", config.proximal_mu, 0.0, above=False)
+    _check_int("outer_warmup_rounds", config.outer_warmup_rounds, minimum=0)
+    rounds, warmup = config.outer_schedule_rounds, config.outer_warmup_rounds
+    if rounds is not None:
+        _check_int("outer_schedule_rounds", rounds, minimum=1)
+        if rounds <= warmup:
+            raise ValueError(
+                f"outer_warmup_rounds={warmup} leaves nothing of outer_schedule_rounds={rounds}. Make it smaller."
+            )
+    elif config.outer_schedule != "constant":
+        raise ValueError(
+            f"outer_schedule={config.outer_schedule!r} needs outer_schedule_rounds, the rounds of the run: its steps "
+            "divided by sync_every."
+        )
+    # Made once for its checks: torch's own of the options' ranges among them.
+    make_outer_optimizer(config.outer_optimizer, config.outer_learning_rate, config.outer_options, [torch.zeros(1)])
+    find_weight_function(config.group_weights)
+    for name in ("include_parameters", "exclude_parameters", "local_parameters"):
+        try:
+            parse_patterns(getattr(config, name))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from error
+    if config.lora_average == "product" and not is_plain_averaging(config):
+        raise ValueError(
+            f"lora_average='product' cannot be stepped by outer_optimizer={config.outer_optimizer!r}: factors of one product "
+            "differ from border to border without a meaning. Use the default outer settings, or lora_average='freeze_a'."
+        )
 
 
 def _parse(name: str, text: str, kind: Any) -> Any:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from .collectives import broadcast
 from .config import FederationConfig
 from .initial import hold_the_same_bits
 from .measured_periods import make_periods
-from .mesh import FederationMesh
+from .mesh import FederationMesh, Peers
 from .periods import MeasuredRound
 from .synchronous import GradientSync, Phases, unify_moments
 
@@ -28,7 +28,7 @@ class Course:
     Args:
         model (`nn.Module`):
             The prepared model.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             The federation. With one group there is nothing to choose and nothing to synchronise.
         config ([`FederationConfig`]):
             Its settings.
@@ -48,7 +48,7 @@ class Course:
     def __init__(
         self,
         model: nn.Module,
-        mesh: FederationMesh,
+        mesh: Peers,
         config: FederationConfig,
         optimizers: Sequence[torch.optim.Optimizer],
         num_training_steps: int | None = None,
@@ -62,6 +62,7 @@ class Course:
         self.phases = Phases(config.sync_steps_at_start, config.sync_steps_at_end, num_training_steps)
         self._gradients: GradientSync | None = None
         if mesh.layout.num_groups > 1 and (config.sync_steps_at_start or config.sync_steps_at_end):
+            assert isinstance(mesh, FederationMesh)
             self._gradients = GradientSync(model, mesh)
 
     @property
@@ -88,7 +89,7 @@ class Course:
             return
         before, self.synchronous = self.synchronous, self.phases.is_synchronous(self.num_steps)
         if self.synchronous and not before and self.num_steps:
-            sent, _ = unify_moments(self.optimizers, self.mesh, self.config.bucket_size_bytes)
+            sent, _ = unify_moments(self.optimizers, self._gradients.mesh, self.config.bucket_size_bytes)
             self._gradients.bytes_sent += sent
         self._gradients.switch(self.synchronous)
 
@@ -106,9 +107,11 @@ class Course:
         self.periods.after_round(found)
         if measured:
             chosen = torch.tensor(self.period, dtype=torch.int64, device=self.mesh.device)
-            dist.broadcast(chosen, src=0)
+            # Inside each group from its first rank, then from group 0: all get rank 0's.
+            broadcast(chosen, self.mesh.group)
+            broadcast(chosen, self.mesh.fed)
             self.periods.current = int(chosen)
-        if self.periods.news and dist.get_rank() == 0:
+        if self.periods.news and self.mesh.is_main:
             logger.info(self.periods.news)
         self.periods.news = ""
 
@@ -121,10 +124,10 @@ class Course:
             shards (`Mapping[str, torch.Tensor]`):
                 This rank's.
         """
-        if not self.synchronous:
+        if not self.synchronous or self._gradients is None:
             return False
-        equal = hold_the_same_bits([shards], self.mesh)
-        if not equal and dist.get_rank() == 0:
+        equal = hold_the_same_bits([shards], self._gradients.mesh)
+        if not equal and self.mesh.is_main:
             logger.warning(
                 "The groups differ after synchronous steps: something else than the optimizer has changed parameters on "
                 "some ranks only. They are averaged."

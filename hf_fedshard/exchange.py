@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from .mesh import FederationMesh
+from .collectives import Group, Pending, all_gather, all_reduce, broadcast, start_all_reduce
+from .mesh import Peers
 from .shards import accumulation_dtype, to_wire
 
 
@@ -57,8 +57,8 @@ class ExchangePlan:
     """
 
     buckets: tuple[Bucket, ...]
-    slow: dist.ProcessGroup
-    fast: dist.ProcessGroup | None
+    slow: Group
+    fast: Group | None
 
     @property
     def num_slices(self) -> int:
@@ -100,7 +100,7 @@ class AveragingReport:
     squared_norm: torch.Tensor
 
 
-def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, bucket_size_bytes: int) -> ExchangePlan:
+def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: Peers, bucket_size_bytes: int) -> ExchangePlan:
     """
     Packs local tensors into buckets. No communication: peers hold the same names, sizes and dtypes in the same order,
     which the start-up handshake has verified, and so arrive at the same plan.
@@ -108,7 +108,7 @@ def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, buc
     Args:
         tensors (`Mapping[str, torch.Tensor]`):
             This rank's local shards. Any size: one that is larger than a bucket is cut over several.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             Gives the process groups.
         bucket_size_bytes (`int`):
             Upper bound of a bucket.
@@ -192,12 +192,12 @@ def run_exchange(
         torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
     )
     buffers = _Buffers(plan, device)
-    in_flight: list[tuple[Bucket, torch.Tensor, torch.Tensor, dist.Work]] = []
+    in_flight: list[tuple[Bucket, torch.Tensor, torch.Tensor, Pending]] = []
     for index, bucket in enumerate(plan.buckets):
         whole, part = buffers.take(index, bucket)
         _pack(bucket, flats, whole, weight)
         part.copy_(whole.view(plan.num_slices, -1)[plan.slice_index])
-        work = dist.all_reduce(part, group=plan.slow, async_op=True)
+        work = start_all_reduce(part, plan.slow)
         in_flight.append((bucket, whole, part, work))
         if len(in_flight) == 2:
             _finish(plan, flats, total, weight, report, *in_flight.pop(0))
@@ -265,12 +265,12 @@ def _finish(
     bucket: Bucket,
     whole: torch.Tensor,
     part: torch.Tensor,
-    work: dist.Work,
+    work: Pending,
 ) -> None:
     work.wait()
     part.div_(total)
     if plan.fast is not None:
-        dist.all_gather_single(whole, part, group=plan.fast)
+        all_gather(whole, part, plan.fast)
     else:
         whole = part
     for piece in bucket.pieces:
@@ -282,10 +282,12 @@ def _finish(
         held.copy_(mean)
 
 
-def average_replicated(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh, included: bool, total: int) -> None:
+def average_replicated(
+    tensors: Mapping[str, torch.Tensor], mesh: Peers, weight: float, total: float, in_group: bool = False
+) -> None:
     """
     Brings tensors that every rank holds whole, such as BatchNorm statistics, to one value: floating-point ones to the
-    mean over all ranks of all groups, integer ones to the value of group 0's first rank.
+    weighted mean over all ranks of all groups, integer ones to the value of group 0's first rank.
 
     The order is the same on all ranks: a sum inside the group, a sum over the groups by the first rank of each, and a
     broadcast inside the group. So the slow tier carries them once, and all ranks of a group get the same bits.
@@ -293,27 +295,33 @@ def average_replicated(tensors: Mapping[str, torch.Tensor], mesh: FederationMesh
     Args:
         tensors (`Mapping[str, torch.Tensor]`):
             Names and tensors, the same names and shapes on all ranks, written in place.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             The federation.
-        included (`bool`):
-            Whether this rank's group takes part; one that does not contributes zeros and takes the result.
-        total (`int`):
-            How many groups take part.
+        weight (`float`):
+            This group's weight; one that is left out has 0, contributes zeros and takes the result.
+        total (`float`):
+            Sum of the weights of all groups.
+        in_group (`bool`, defaults to `False`):
+            Whether each group keeps a value of its own: the mean over its ranks, or its first rank's.
     """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors.values():
         by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append(tensor)
-    leads = mesh.group.rank() == 0
+    crosses = mesh.group.rank() == 0 and not in_group
+    if in_group:
+        weight = total = 1.0
     for dtype, members in by_dtype.items():
         flat = torch.cat([to_wire(tensor, mesh.device).reshape(-1) for tensor in members])
         if dtype.is_floating_point:
-            flat = flat.to(dtype) if included else torch.zeros_like(flat, dtype=dtype)
-            dist.all_reduce(flat, group=mesh.group)
-            if leads:
-                dist.all_reduce(flat, group=mesh.fed)
+            flat = flat.to(dtype) if weight else torch.zeros_like(flat, dtype=dtype)
+            if weight not in (0, 1):
+                flat.mul_(weight)
+            all_reduce(flat, mesh.group)
+            if crosses:
+                all_reduce(flat, mesh.fed)
             flat.div_(total * mesh.group.size())
-        elif leads:
-            dist.broadcast(flat, group_src=0, group=mesh.fed)
-        dist.broadcast(flat, group_src=0, group=mesh.group)
+        elif crosses:
+            broadcast(flat, mesh.fed)
+        broadcast(flat, mesh.group)
         for tensor, mean in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
             tensor.copy_(mean.view(tensor.shape))

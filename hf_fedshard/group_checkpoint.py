@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checkpoint import GroupState, Place, save_federation, together
+from .checkpoint import GroupState, OuterState, Place, save_federation, together
 from .checkpoint_folder import SAVING, put_in_place, sync_tree
 from .manifest import FEDERATION_FOLDER, read_json, write_json, write_manifest
-from .optimizer_state import plain_name
 from .parts import PART, all_there, complete, part_name
+from .selection import plain_name
 from .shards import persistent_buffers
 from .state_values import decode, encode
 from .tensor_store import load_tensors, save_tensors
@@ -39,10 +39,11 @@ def save_part(
     description: Mapping[str, Any],
     progress: Mapping[str, Any],
     write_more: Callable[[Path], None],
+    outer: OuterState | None = None,
 ) -> None:
     """
-    Saves this rank's group by itself: weights, buffers of each rank, optimizers, schedules, scaler, and where each rank
-    stands. Collective over the group.
+    Saves this rank's group by itself: weights, buffers of each rank, optimizers, schedules, scaler, the outer loop as it
+    was at the last border, and where each rank stands. Collective over the group.
 
     The parts meet in a folder aside, each named when it is complete. Whichever group finds all of them there gives the
     folder its name; before that nobody takes it for a checkpoint.
@@ -65,6 +66,8 @@ def save_part(
             Where this rank stands, see [`encode`].
         write_more (`Callable`):
             Called with the folder of the part on every rank, writes files besides.
+        outer ([`OuterState`], *optional*):
+            The outer loop's, the same in all groups; by default there is none.
 
     Raises:
         CheckpointError: On every rank of the group, if any cannot write.
@@ -82,7 +85,7 @@ def save_part(
         except OSError as problem:
             error = problem
     together("Saving a checkpoint", error, group)
-    written = save_federation(aside, model, state, place, {**description, "kind": PART}, scope=group)
+    written = save_federation(aside, model, state, place, {**description, "kind": PART}, scope=group, outer=outer)
     try:
         # Inside a round each rank has buffers of its own, BatchNorm statistics for example.
         checksums = save_tensors(_buffers(model, group.rank()), aside / BUFFERS_FOLDER, group)

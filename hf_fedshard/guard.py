@@ -53,6 +53,11 @@ def detach(rounds: Rounds) -> None:
     _rounds.discard(rounds)
 
 
+def is_watching() -> bool:
+    """Whether optimizer steps are told to the [`Rounds`] that owns their parameters."""
+    return _handle is not None
+
+
 def reset() -> None:
     """Forgets all meshes and takes the hook out, for a process that starts over with new process groups."""
     global _handle

@@ -12,7 +12,9 @@ from torch import nn
 
 from .config import FederationConfig
 from .handshake import FederationMismatchError, agree
+from .lora import trained_pairs
 from .mesh import FederationMesh
+from .selection import Selection
 from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
 
 
@@ -44,6 +46,9 @@ def agree_on_model(
     error = None
     try:
         check_trainable_parameters(model)
+        Selection(config).check(model)
+        if config.lora_average != "factors":
+            trained_pairs(model)
         for optimizer in optimizers:
             _check_optimizer(optimizer)
     except ValueError as problem:
@@ -52,7 +57,7 @@ def agree_on_model(
         (name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in model.named_parameters()
     ]
     described += [(name, tuple(buffer.shape), str(buffer.dtype), False) for name, buffer in model.named_buffers()]
-    values = {**vars(config), "layout": str(mesh.layout), "number of parameters and buffers": len(described)}
+    values = {**config.comparable(), "layout": str(mesh.layout), "number of parameters and buffers": len(described)}
     agree("the federated model", values, error)
     digest = zlib.crc32(repr(described).encode())
     digests: list[Any] = [None] * dist.get_world_size()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .collectives import Group
 from .layout import FederationLayout
 
 
@@ -19,6 +21,45 @@ REPLICATE_AXIS = "group_replicate"
 
 # The inner axes over which FSDP2 shards parameters, in order.
 SHARD_AXES = ("dp_shard", "cp")
+
+
+class Peers(Protocol):
+    """
+    What an averaging asks of a federation: who this rank's peers are. [`FederationMesh`] answers for processes,
+    [`SimulatedPeers`] for groups that one process holds.
+    """
+
+    @property
+    def layout(self) -> FederationLayout:
+        """The sizes."""
+
+    @property
+    def fed(self) -> Group:
+        """Those that hold this rank's shard in every group, in the order of the groups."""
+
+    @property
+    def replicate(self) -> Group | None:
+        """Those of this group that hold the same shard; `None` with one replica."""
+
+    @property
+    def group(self) -> Group:
+        """All ranks of this rank's group."""
+
+    @property
+    def group_index(self) -> int:
+        """g, the group of this rank."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where buffers of collectives live."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one rank that speaks for all, in logs say."""
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the groups are simulated in one process, where parameters are whole and plain tensors."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +111,16 @@ class FederationMesh:
     def group_ranks(self) -> frozenset[int]:
         """The global ranks of this rank's federation group."""
         return frozenset(dist.get_process_group_ranks(self.group))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is global rank 0."""
+        return dist.get_rank() == 0
+
+    @property
+    def in_process(self) -> bool:
+        """Never: these groups are processes."""
+        return False
 
     @property
     def device(self) -> torch.device:

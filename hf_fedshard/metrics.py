@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from .mesh import FederationMesh
+from .collectives import all_reduce
+from .mesh import Peers
 
 
 LOG_PREFIX = "fedshard/"
@@ -47,6 +47,17 @@ class RoundMetrics:
             The period that the round was begun with, where `sync_every` is no fixed one.
         synchronous (`bool`, defaults to `False`):
             Whether its steps were synchronised over all groups.
+        weights (`tuple[float, ...]`):
+            How much each group counted in the average, relative to the largest.
+        moment_bytes_sent (`int`):
+            Those of `bytes_sent` that were moments of the inner optimizers.
+        pseudo_gradient_norm (`float`, *optional*):
+            Norm of the model at the last border minus the average; `None` where the average was taken as it is.
+        outer_learning_rate (`float`, *optional*):
+            Of the outer step; `None` likewise.
+        lora_error (`float`, *optional*):
+            With `lora_average="product"`: the largest part of a mean product, relative to its norm, that an adapter of this
+            rank cannot hold.
     """
 
     round: int
@@ -61,6 +72,11 @@ class RoundMetrics:
     excluded: tuple[int, ...] = ()
     period: int | None = None
     synchronous: bool = False
+    weights: tuple[float, ...] = ()
+    moment_bytes_sent: int = 0
+    pseudo_gradient_norm: float | None = None
+    outer_learning_rate: float | None = None
+    lora_error: float | None = None
 
     @property
     def sync_share(self) -> float:
@@ -85,6 +101,14 @@ class RoundMetrics:
             "bytes_sent": self.bytes_sent,
             "drift": float(f"{self.drift:.4g}"),
         }
+        for name in ("pseudo_gradient_norm", "outer_learning_rate", "lora_error"):
+            value = getattr(self, name)
+            if value is not None:
+                logs[name] = float(f"{value:.4g}")
+        if self.moment_bytes_sent:
+            logs["moment_bytes_sent"] = self.moment_bytes_sent
+        if len(set(self.weights)) > 1:
+            logs.update(_by_group("weight", self.weights, digits=4))
         logs.update(_by_group("loss", self.losses, digits=4))
         logs.update(_by_group("tokens_per_second", self.tokens_per_second, digits=1))
         if self.excluded:
@@ -120,6 +144,8 @@ class Tally:
             Clock when the round began.
         tokens (`float`, defaults to `0`):
             Tokens trained.
+        labels (`float`, defaults to `0`):
+            Those of them that count in the loss.
         samples (`float`, defaults to `0`):
             Samples trained.
         loss_sum (`torch.Tensor` or `float`, defaults to `0.0`):
@@ -132,6 +158,7 @@ class Tally:
 
     started: float = field(default_factory=time.perf_counter)
     tokens: float = 0
+    labels: float = 0
     samples: float = 0
     loss_sum: torch.Tensor | float = 0.0
     num_losses: int = 0
@@ -157,7 +184,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float], otherwise
     return tuple(n / d if d else otherwise for n, d in zip(numerators, denominators, strict=True))
 
 
-def exchange_rows(values: Mapping[str, float], mesh: FederationMesh) -> tuple[dict[str, list[float]], float]:
+def exchange_rows(values: Mapping[str, float], mesh: Peers) -> tuple[dict[str, list[float]], float]:
     """
     Sums each value over the ranks of a group and tells every rank the sums of all groups.
 
@@ -167,7 +194,7 @@ def exchange_rows(values: Mapping[str, float], mesh: FederationMesh) -> tuple[di
     Args:
         values (`Mapping[str, float]`):
             This rank's contributions, under the same names on all ranks.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             The federation.
 
     Returns:
@@ -175,11 +202,11 @@ def exchange_rows(values: Mapping[str, float], mesh: FederationMesh) -> tuple[di
         exchange between groups took, which is how long this group waited for the last one.
     """
     row = torch.tensor(list(values.values()), dtype=torch.float64, device=mesh.device)
-    dist.all_reduce(row, group=mesh.group)
+    all_reduce(row, mesh.group)
     row = row.cpu().to(mesh.device)  # waits for the group, so that the clock below times the other groups alone
     start = time.perf_counter()
     table = torch.zeros(mesh.layout.num_groups, row.numel(), dtype=torch.float64, device=mesh.device)
     table[mesh.group_index] = row
-    dist.all_reduce(table, group=mesh.fed)
+    all_reduce(table, mesh.fed)
     columns = table.t().tolist()
     return dict(zip(values, columns, strict=True)), time.perf_counter() - start

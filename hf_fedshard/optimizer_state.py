@@ -12,12 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .manifest import CheckpointError
+from .selection import plain_name
 from .shards import accumulation_dtype
 from .state_values import decode, encode
 from .tensor_store import StoredTensor, load_tensors, stored_tensors
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -34,19 +32,6 @@ class OptimizerState:
 
     tensors: dict[str, torch.Tensor]
     description: dict[str, Any]
-
-
-def plain_name(name: str) -> str:
-    """
-    A parameter's name without the wrappers of activation checkpointing and compilation.
-
-    Args:
-        name (`str`):
-            From `named_parameters()`.
-    """
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -156,7 +156,7 @@ class FederatedParallelismConfig(ParallelismConfig):
         if self.plugin is not None:
             # Meshes of different shapes would wait for each other for ever. A callback has compared before.
             layout = {"layout": str(self.federation_layout)}
-            agree("the federation", {**vars(self.federation_config), **layout})
+            agree("the federation", {**self.federation_config.comparable(), **layout})
         mesh = self.federation = build_federation_mesh(device_type, self.federation_layout)
         if self.federation_config.timeout_seconds is not None:
             mesh.set_timeout(self.federation_config.timeout_seconds)

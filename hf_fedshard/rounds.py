@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +11,19 @@ import torch
 from torch import nn
 
 from . import guard
-from .averaging import Held, ModelAverager
+from .averaging import ModelAverager, Outcome
+from .closing import Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
 from .config import FederationConfig
 from .course import Course
-from .handshake import FederationMismatchError
+from .held import Held
 from .initial import agree_on_model, broadcast_initial_state
-from .mesh import FederationMesh
-from .metrics import RoundMetrics, Tally, exchange_rows, ratios
+from .lora import freeze_first_factors
+from .mesh import FederationMesh, Peers
+from .metrics import RoundMetrics, Tally, exchange_rows
 from .periods import MeasuredRound
+from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
+from .weights import group_weights
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Rounds:
         config ([`FederationConfig`]):
             Its settings.
         optimizers (`Iterable[torch.optim.Optimizer]`, *optional*):
-            The inner optimizers. Their state stays with each group; a group that was left out of an average because
-            its parameters were not finite starts with fresh moments.
+            The inner optimizers. Their state stays with each group, unless `inner_moments` says otherwise; a group that
+            was left out of an average because its parameters were not finite starts with fresh moments.
         one_model (`bool`, defaults to `True`):
             Whether all groups are to start with group 0's weights and buffers. Not where they resume inside a round.
         num_training_steps (`int`, *optional*):
@@ -75,7 +78,7 @@ class Rounds:
     def __init__(
         self,
         model: nn.Module,
-        mesh: FederationMesh,
+        mesh: Peers,
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
         one_model: bool = True,
@@ -88,19 +91,36 @@ class Rounds:
         self.round = 0
         self.steps = 0
         self.num_optimizer_steps = 0
+        self.counts_updates = False
+        """Whether somebody other than the guard tells of every optimizer step."""
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
         reshard(model)
-        agree_on_model(model, self.optimizers, mesh, config)
-        if mesh.layout.num_groups > 1 and one_model:
-            broadcast_initial_state(model, mesh)
+        self._when_finished: list[Callable[[], None]] = []
+        if config.lora_average == "freeze_a":
+            self.when_finished(freeze_first_factors(model, self.optimizers))
+        self._begin(one_model)
         self.averager = ModelAverager(model, mesh, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
         self._tally = Tally()
-        self._when_finished: list[Callable[[], None]] = []
         self.course = Course(model, mesh, config, self.optimizers, num_training_steps)
         self.course.begin()
+        if config.proximal_mu and mesh.layout.num_groups > 1:
+            names = {id(param): name for name, param in model.named_parameters()}
+            anchors = self.averager.outer.anchors
+            # Synchronous steps are those of one model: there is nothing to keep together.
+            term = ProximalTerm(
+                self.optimizers, names, anchors, config.proximal_mu, pulls=lambda: not self.synchronous
+            )
+            self.when_finished(term.remove)
         guard.attach(self)
+
+    def _begin(self, one_model: bool) -> None:
+        """Makes sure that all groups plan the same and, if they are to, hold one model. Collective over the world."""
+        assert isinstance(self.mesh, FederationMesh)
+        agree_on_model(self.model, self.optimizers, self.mesh, self.config)
+        if self.mesh.layout.num_groups > 1 and one_model:
+            broadcast_initial_state(self.model, self.mesh)
 
     def begin_step(self) -> None:
         """
@@ -124,7 +144,13 @@ class Rounds:
         """Whether the round has all of its steps, so that [`~Rounds.close`] is due."""
         return self.steps_left <= 0
 
-    def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0, samples: float = 0) -> bool:
+    def count_step(
+        self,
+        loss: torch.Tensor | float | None = None,
+        tokens: float = 0,
+        samples: float = 0,
+        labels: float | None = None,
+    ) -> bool:
         """
         Counts one optimizer step of this rank's group, without communication.
 
@@ -132,9 +158,11 @@ class Rounds:
             loss (`torch.Tensor` or `float`, *optional*):
                 The step's training loss on this rank, for the log.
             tokens (`int`, defaults to `0`):
-                Tokens that this rank trained on in the step, for the log.
+                Tokens that this rank trained on in the step, for the log and for `group_weights="tokens"`.
             samples (`int`, defaults to `0`):
-                Samples that this rank trained on in the step.
+                Samples that this rank trained on in the step, for `group_weights="samples"`.
+            labels (`int`, *optional*):
+                Where not all tokens count in the loss: those that do, for the weights in place of `tokens`.
 
         Returns:
             `bool`: Whether the round has all of its steps, so that [`~Rounds.close`] is due.
@@ -142,6 +170,7 @@ class Rounds:
         self.steps += 1
         self.course.num_steps += 1
         self._tally.tokens += tokens
+        self._tally.labels += tokens if labels is None else labels
         self._tally.samples += samples
         if loss is not None:
             self.add_loss(loss)
@@ -171,9 +200,9 @@ class Rounds:
             loss (`torch.Tensor` or `float`, *optional*):
                 The step's training loss on this rank, for the metrics.
             tokens (`int`, defaults to `0`):
-                Tokens that this rank trained on in the step, for the metrics.
+                Tokens that this rank trained on in the step, for the metrics and for `group_weights="tokens"`.
             samples (`int`, defaults to `0`):
-                Samples that this rank trained on in the step.
+                Samples that this rank trained on in the step, for `group_weights="samples"`.
 
         Returns:
             [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`.
@@ -189,17 +218,18 @@ class Rounds:
             [`RoundMetrics`] or `None`: The metrics of the last round, `None` if the model was at a border already.
         """
         metrics = None if self.at_border else self.close().metrics
-        # A finished federation may be evaluated and saved; an optimizer step on it will be refused.
         self.release()
-        for undo in self._when_finished:
-            undo()
-        self._when_finished.clear()
         return metrics
 
     def release(self) -> None:
-        """Gives the model up: the guard refuses further optimizer steps on it."""
+        """
+        Gives the model up without averaging it: it may be evaluated and saved, and an optimizer step on it is refused.
+        """
         guard.detach(self)
         self.course.release()
+        for undo in self._when_finished:
+            undo()
+        self._when_finished.clear()
 
     def when_finished(self, undo: Callable[[], None]) -> None:
         """
@@ -227,6 +257,7 @@ class Rounds:
         self._next_round()
         self.round = int(state["round"])
         self.course.load_state_dict(state)
+        self.averager.restart()
 
     def state_inside(self) -> dict[str, Any]:
         """Where this rank stands inside a round whose steps are its group's own, as plain values."""
@@ -251,7 +282,7 @@ class Rounds:
         self.course.load_state_dict(state)
         self.steps = state["steps_in_round"]
         self.num_optimizer_steps = state["num_optimizer_steps"]
-        self.averager.note_trainable(state["trained"])
+        self.averager.restart(state["trained"])
         self._tally = Tally(started=time.perf_counter() - state["seconds"], **state["tally"])
 
     @property
@@ -281,11 +312,12 @@ class Rounds:
         """
         Closes the round: every group's parameters become their average. Collective over the world.
 
-        Order on every rank: the small exchange of metrics and votes, the buckets of the plan, the buffers, the small
-        exchange of the drift; then the period of the next round, if it is measured, and what its phase needs. What is
+        Order on every rank: the small exchange of metrics and votes; one of weights if a function gives them, then those of
+        [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase needs. What is
         done depends only on values that all ranks have exchanged, so they stay together.
 
-        After synchronous steps the groups hold one model already: in place of the buckets stands the proof of that.
+        After synchronous steps the groups hold one model already: in place of the average stands the proof of that, and
+        there is no outer step.
 
         Args:
             votes (`Mapping[str, bool]`, *optional*):
@@ -307,40 +339,37 @@ class Rounds:
         held = self.averager.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
-        row = self._row(held, self._tally.seconds() - waited)
+        group_size = self.mesh.layout.group_size
+        bytes_sent = self.course.slow_bytes(held.slow_bytes("parameters") + held.slow_bytes("adapters"))
+        row = make_row(
+            held,
+            self._tally,
+            self.steps,
+            self._num_updates(),
+            self._tally.seconds() - waited,
+            bytes_sent,
+            group_size,
+        )
         row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
         row.update({f"sum/{name}": value for name, value in sums.items()})
         rows, wait_seconds = exchange_rows(row, self.mesh)
-        self._check_rows(rows, held)
-        excluded = tuple(group for group, bad in enumerate(rows["not_finite"]) if bad)
+        check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
-        together = self.course.holds_one_model(held.shards)
-        drift = self.averager.take_as_it_is(held) if together else self.averager.average(held, excluded)
-        metrics = RoundMetrics(
+        outcome = self._average(held, rows)
+        metrics = make_metrics(
+            rows,
+            self.mesh,
+            outcome,
             round=self.round + 1,
             steps=self.steps,
             seconds=self._tally.seconds(),
             wait_seconds=waited + wait_seconds,
             sync_seconds=time.perf_counter() - start,
-            bytes_sent=int(rows["slow_bytes"][self.mesh.group_index]),
-            drift=drift,
-            losses=ratios(rows["loss_sum"], rows["num_losses"], otherwise=float("nan")),
-            # Each rank adds its seconds to the row, so their sum over the group is `group_size` times the group's.
-            tokens_per_second=ratios(
-                rows["tokens"], [total / self.mesh.layout.group_size for total in rows["seconds"]], otherwise=0.0
-            ),
-            excluded=excluded,
             period=None if isinstance(self.config.sync_every, int) else self.course.period,
             synchronous=self.synchronous,
         )
-        self.course.end(
-            MeasuredRound(
-                self.steps,
-                max(rows["seconds"]) / self.mesh.layout.group_size,
-                metrics.sync_seconds,
-                metrics.drift,
-            )
-        )
+        slowest = max(rows["seconds"]) / group_size
+        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, metrics.drift))
         self._next_round()
         self.course.begin()
         return Border(
@@ -348,6 +377,14 @@ class Rounds:
             {name: any(rows[f"vote/{name}"]) for name in votes},
             {name: sum(rows[f"sum/{name}"]) for name in sums},
         )
+
+    def _average(self, held: Held, rows: Rows) -> Outcome:
+        if self.course.holds_one_model(held.shards):
+            return self.averager.take_as_it_is(held)
+        excluded = left_out(rows)
+        weights = group_weights(self.config.group_weights, rows, excluded, self.mesh)
+        with_moments = moments_agree(rows, self.mesh, self.round + 1)
+        return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters that this object averages."""
@@ -368,59 +405,16 @@ class Rounds:
                 f"with sync_every={self.course.period}. Call `fedavg.step()` after each optimizer step."
             )
 
-    def _row(self, held: Held, seconds: float) -> dict[str, float]:
-        group_size = self.mesh.layout.group_size
-        return {
-            "steps": self.steps / group_size,
-            "plan": zlib.crc32(repr(list(held.shards)).encode()) / group_size,
-            "not_finite": float(not held.finite),
-            "unmanaged": len(held.unmanaged),
-            "slow_bytes": self.course.slow_bytes(held.plan.slow_bytes()),
-            "seconds": seconds,
-            "tokens": float(self._tally.tokens),
-            "samples": float(self._tally.samples),
-            "loss_sum": float(self._tally.loss_sum),
-            "num_losses": self._tally.num_losses,
-        }
-
-    def _check_rows(self, rows: Mapping[str, list[float]], held: Held) -> None:
-        if len({round(steps) for steps in rows["steps"]}) > 1:
-            raise FederationMismatchError(
-                f"The groups closed a round after different numbers of optimizer steps: {[round(s) for s in rows['steps']]} "
-                "in group 0, 1, .... Every group must make the same number of steps: give all of them the same number "
-                "of batches."
-            )
-        if len({round(digest) for digest in rows["plan"]}) > 1:
-            raise FederationMismatchError(
-                "The groups train different parameters: requires_grad was changed in some groups only."
-            )
-        if any(rows["unmanaged"]):
-            raise ValueError(
-                "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
-                f"are reduced nowhere (on this rank: {', '.join(held.unmanaged) or 'none'}). Add them before `prepare`."
-            )
-        if all(rows["not_finite"]):
-            raise RuntimeError(
-                f"The parameters of every federation group are not finite at the end of round {self.round + 1}. "
-                "Training cannot go on from here; lower the learning rate, or clip gradients (max_grad_norm), and start "
-                "from the last checkpoint."
-            )
+    def _num_updates(self) -> float:
+        """Steps that an optimizer made, where somebody counts them: a gradient scaler may have skipped some."""
+        if not (self.counts_updates or guard.is_watching()):
+            return self.steps
+        return self.num_optimizer_steps / max(len(self.optimizers), 1)
 
     def _close_alone(self, votes: dict[str, bool], sums: dict[str, float]) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
-        seconds = self._tally.seconds()
-        metrics = RoundMetrics(
-            round=self.round + 1,
-            steps=self.steps,
-            seconds=seconds,
-            wait_seconds=0.0,
-            sync_seconds=0.0,
-            bytes_sent=0,
-            drift=0.0,
-            losses=ratios([float(self._tally.loss_sum)], [self._tally.num_losses], otherwise=float("nan")),
-            tokens_per_second=ratios([self._tally.tokens * self.mesh.layout.group_size], [seconds], otherwise=0.0),
-        )
-        self.course.end(MeasuredRound(self.steps, seconds, 0.0, 0.0))
+        metrics = metrics_alone(self._tally, self.round + 1, self.steps, self.mesh.layout.group_size)
+        self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
         self._next_round()
         return Border(metrics, votes, sums)
 

@@ -20,6 +20,7 @@ from .preemption import TrainingPreempted
 from .rounds import Rounds
 from .seams import check_attribute
 from .trainer_preemption import TrainerPreemption
+from .weights import count_batch
 
 
 logger = logging.get_logger(__name__)
@@ -85,7 +86,7 @@ class TrainingSession:
         # Epochs begun, those of the run that is resumed included.
         self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
-        self._tokens = self._samples = 0.0
+        self._tokens = self._samples = self._labels = 0.0
         inner = mesh.layout.inner
         self._num_copies = inner.get("tp", 1) * inner.get("cp", 1)
         self._counted = trainer.state.global_step
@@ -211,7 +212,9 @@ class TrainingSession:
             # Ranks of a tensor or context parallel axis are given the same batch.
             if isinstance(tokens, torch.Tensor):
                 self._tokens += tokens.numel() / self._num_copies
-                self._samples += len(tokens) / self._num_copies
+            samples, labels = count_batch(batch, with_tokens=self.config.group_weights != "uniform")
+            self._samples += samples / self._num_copies
+            self._labels += (labels or 0) / self._num_copies
 
     def take_pending_logs(self) -> dict[str, float]:
         """The metrics of the last round that have not been logged, once."""
@@ -364,8 +367,10 @@ class TrainingSession:
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
         while self._counted < state.global_step:
-            self.rounds.count_step(tokens=self._tokens, samples=self._samples * self.unique_share)
-            self._tokens = self._samples = 0.0
+            # Repeated data is trained on again, but makes no new weight.
+            share = self.unique_share
+            self.rounds.count_step(tokens=self._tokens, samples=self._samples * share, labels=self._labels * share)
+            self._tokens = self._samples = self._labels = 0.0
             self._counted += 1
 
     def _hold_back(self, control: TrainerControl) -> None:

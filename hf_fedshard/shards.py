@@ -82,13 +82,15 @@ def drop_stale_state(optimizer: torch.optim.Optimizer) -> None:
         del optimizer.state[param]
 
 
-def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
+def local_shards(model: nn.Module, plain: bool = False) -> dict[str, torch.Tensor]:
     """
     The tensors in which this rank holds its share of the parameters. Call [`reshard`] first.
 
     Args:
         model (`nn.Module`):
             The prepared model.
+        plain (`bool`, defaults to `False`):
+            Whether the model is held whole, its parameters plain tensors.
 
     Returns:
         `dict[str, torch.Tensor]`: By name, in the model's order, the same on all ranks. Each aliases the parameter's
@@ -99,7 +101,25 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
         local = param.detach()
         if isinstance(local, DTensor):
             shards[name] = local.to_local()
+        elif plain:
+            shards[name] = local
     return shards
+
+
+def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> DTensor:
+    """
+    A tensor that is sharded as a parameter is.
+
+    Args:
+        shard (`torch.Tensor`):
+            This rank's shard.
+        param (`torch.Tensor`):
+            The parameter, a `DTensor`.
+    """
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def replicated_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from .averaging import ModelAverager
 from .checkpoint import (
     DESCRIPTION_NAME,
     GroupState,
@@ -36,6 +37,7 @@ from .config import FederationConfig
 from .group_checkpoint import load_buffers, load_progress
 from .manifest import CheckpointError
 from .model_files import gather_adapters
+from .outer_checkpoint import take_outer_state
 from .parts import IN_PARTS, PART, check_same_run, kind_of, part_name
 from .reshape import describe_reshape
 from .seams import Patches, check_attribute, check_seam
@@ -97,10 +99,12 @@ class TrainerCheckpoints:
         self.config = config
         self.progress: dict[str, Any] = {}
         """From [`Rounds.state_dict`]: to be kept up to date by whoever has the rounds, and restored by a resume."""
+        self.averager: ModelAverager | None = None
+        """What holds the state of the outer loop, while training."""
         self.inside: dict[str, Any] | None = None
         """Where this rank stood, if the run resumes inside a round."""
-        self.resumed_from: str | None = None
-        """The part that this group has resumed from."""
+        self.resumed_from: Path | None = None
+        """The checkpoint, or this group's part of one, that training goes on from."""
         self.pending_evaluation = False
         """Whether the checkpoint that is saved next leaves an evaluation out, and later whether it is to be made up for."""
         self._patches = Patches()
@@ -137,6 +141,7 @@ class TrainerCheckpoints:
                     error = problem
             together("Cleaning the output directory", error)
             self.progress, self.inside, self.pending_evaluation = {}, None, False
+            self.resumed_from = None
             if not resume_from_checkpoint:
                 return original(None, *args, **kwargs)
             if resume_from_checkpoint is True:
@@ -167,9 +172,9 @@ class TrainerCheckpoints:
             logger.warning(
                 "eval_on_start is without effect: the run resumes inside a round, where there is no one model."
             )
-        self.resumed_from = str(folder / part_name(self.place.group_index))
+        part = folder / part_name(self.place.group_index)
         try:
-            return original(self.resumed_from, *args, **kwargs)
+            return original(str(part), *args, **kwargs)
         finally:
             arguments.eval_on_start = at_start
 
@@ -279,7 +284,10 @@ class TrainerCheckpoints:
             "pending_evaluation": self.pending_evaluation,
             "progress": self.progress,
         }
-        self._written |= save_federation(Path(output_dir), trainer.model, self.group_state(), self.place, description)
+        outer = None if self.averager is None else take_outer_state(self.averager)
+        self._written |= save_federation(
+            Path(output_dir), trainer.model, self.group_state(), self.place, description, outer=outer
+        )
 
     # ---- resuming ----
 
@@ -288,7 +296,7 @@ class TrainerCheckpoints:
         error: Exception | None = None
         try:
             model = self.trainer.model if model is None else model
-            load_model(folder, model)
+            load_model(folder, model, self.place)
             if kind_of(folder) == PART:
                 load_buffers(folder, model, self.place.group.rank())
         except CheckpointError as problem:
@@ -306,6 +314,7 @@ class TrainerCheckpoints:
             self.progress = {"round": saved["round"], **saved.get("progress", {})}
             self.inside = load_progress(folder) if kind_of(folder) == PART else None
             self.pending_evaluation = bool(saved.get("pending_evaluation"))
+            self.resumed_from = folder
             sentence = describe_reshape(saved, self.place.layout, rule)
             if sentence and dist.get_rank() == 0:
                 logger.warning(sentence)

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from .config import FederationConfig
 from .group_checkpoint import save_part
 from .model_files import gather_adapters, write_model_files
+from .outer_checkpoint import take_outer_state
 from .preemption import Preemption, TrainingPreempted
 from .rounds import Rounds
 from .seams import Patches, check_attribute, check_seam
@@ -164,7 +165,7 @@ class TrainerPreemption:
         """
         trainer, state = self.trainer, self.trainer.state
         if untouched:
-            trainer._load_rng_state(self.checkpoints.resumed_from)
+            trainer._load_rng_state(str(self.checkpoints.resumed_from))
         # All groups know the step of the last border, and no checkpoint of a border has the number after it.
         name = f"checkpoint-{state.global_step - rounds.steps + 1}"
         final = Path(trainer._get_output_dir(trial=None)) / name
@@ -186,7 +187,8 @@ class TrainerPreemption:
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
         state_of_group = self.checkpoints.group_state()
-        save_part(final, trainer.model, state_of_group, self.place, description, progress, write_more)
+        outer = take_outer_state(rounds.averager, inside=True)
+        save_part(final, trainer.model, state_of_group, self.place, description, progress, write_more, outer)
         self._leave(final)
 
     def _leave(self, checkpoint: Path) -> NoReturn:

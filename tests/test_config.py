@@ -27,6 +27,25 @@ OTHERS = {
     "timeout_seconds": (1.5, "1.5"),
     "optimizer_on_reshape": ("average", "average"),
     "preemption_grace_seconds": (2.5, "2.5"),
+    "outer_optimizer": ("nesterov", "nesterov"),
+    "outer_learning_rate": (0.7, "0.7"),
+    "outer_options": ("momentum=0.8", "momentum=0.8"),
+    "outer_schedule": ("cosine", "cosine"),
+    "outer_warmup_rounds": (2, "2"),
+    "outer_schedule_rounds": (9, "9"),
+    "outer_max_norm": (1.5, "1.5"),
+    "group_weights": ("tokens", "tokens"),
+    "inner_moments": ("average", "average"),
+    "include_parameters": ("*.weight", "*.weight"),
+    "exclude_parameters": ("*norm*, re:bias$", "*norm*, re:bias$"),
+    "local_parameters": ("lm_head.*", "lm_head.*"),
+    "lora_average": ("freeze_a", "freeze_a"),
+    "proximal_mu": (0.01, "0.01"),
+}
+# What makes a setting valid that depends on another one.
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "outer_options": {"outer_optimizer": "fedavgm"},
+    "outer_schedule": {"outer_schedule_rounds": 5},
 }
 LAUNCH_PREFIXES = (environment.PREFIX, "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -52,6 +71,20 @@ def test_defaults() -> None:
         "timeout_seconds": None,
         "optimizer_on_reshape": "nearest",
         "preemption_grace_seconds": 20.0,
+        "outer_optimizer": "fedavg",
+        "outer_learning_rate": None,
+        "outer_options": "",
+        "outer_schedule": "constant",
+        "outer_warmup_rounds": 0,
+        "outer_schedule_rounds": None,
+        "outer_max_norm": None,
+        "group_weights": "uniform",
+        "inner_moments": "keep",
+        "include_parameters": "*",
+        "exclude_parameters": "",
+        "local_parameters": "",
+        "lora_average": "factors",
+        "proximal_mu": 0.0,
     }
     # Of use with one value of another field only.
     assert {item.name for item in dataclasses.fields(FederationConfig)} == {*OTHERS, "max_drift"}
@@ -62,16 +95,17 @@ def test_explicit_beats_environment_beats_default(name: str, monkeypatch: pytest
     value, text = OTHERS[name]
     default = getattr(FederationConfig(), name)
     assert value != default
+    others = COMPANIONS.get(name, {})
     monkeypatch.setenv(f"FEDSHARD_{name.upper()}", text)
-    read = getattr(FederationConfig.from_arguments(), name)
+    read = getattr(FederationConfig.from_arguments(**others), name)
     assert (read, type(read)) == (value, type(value))
-    assert getattr(FederationConfig.from_arguments(**{name: None}), name) == value
+    assert getattr(FederationConfig.from_arguments(**{name: None}, **others), name) == value
     explicit = 0.5 if isinstance(default, float) else 2048 if isinstance(value, (int, float)) else default
     if name == "min_sync_every":
         explicit = 7
-    assert getattr(FederationConfig.from_arguments(**{name: explicit}), name) == explicit
+    assert getattr(FederationConfig.from_arguments(**{name: explicit}, **others), name) == explicit
     monkeypatch.setenv(f"FEDSHARD_{name.upper()}", "")
-    assert getattr(FederationConfig.from_arguments(), name) == default
+    assert getattr(FederationConfig.from_arguments(**others), name) == default
 
 
 def test_the_class_itself_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +237,66 @@ def test_callback_and_plugin_take_every_setting() -> None:
     plugin = FederatedFSDPPlugin(**values, cpu_offload=True)
     assert plugin.federation_config == FederationConfig(**values)
     assert plugin.cpu_offload
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"outer_optimizer": "Adafactor"}, "outer_optimizer=Adafactor cannot step shards: it keeps row and column means"),
+    ({"outer_optimizer": "Muon"}, "outer_optimizer=Muon cannot step shards: it orthogonalises whole matrices"),
+    ({"outer_optimizer": "LBFGS"}, "outer_optimizer=LBFGS cannot step shards"),
+    (
+        {"outer_optimizer": "fedprox"},
+        "outer_optimizer must be one of fedavg, fedavgm, nesterov, .*, but got 'fedprox'",
+    ),
+    ({"outer_learning_rate": 0}, "outer_learning_rate must be a number above 0, but got 0"),
+    ({"outer_learning_rate": math.nan}, "outer_learning_rate must be a number above 0, but got nan"),
+    ({"outer_options": "momentum=0.9"}, "outer_options has momentum, which outer_optimizer=fedavg does not take"),
+    ({"outer_optimizer": "SGD", "outer_options": {"lr": 1}}, "The learning rate is outer_learning_rate"),
+    ({"outer_optimizer": "SGD", "outer_options": {"maximize": True}}, "outer_options has maximize"),
+    ({"outer_optimizer": "AdamW", "outer_options": "betas=(1.5, 0.9)"}, "does not take .*: Invalid beta"),
+    ({"outer_optimizer": "fedadam", "outer_options": "beta1=1.0"}, "Invalid beta1 value: 1.0"),
+    ({"outer_optimizer": "fedyogi", "outer_options": "tau=0"}, "Invalid tau value: 0"),
+    ({"outer_options": "momentum"}, "outer_options must be written as the arguments of a call"),
+    ({"outer_options": "**{}"}, "outer_options must be written as the arguments of a call"),
+    ({"outer_options": "a=open('x')"}, "outer_options must be written as the arguments of a call"),
+    ({"outer_schedule": "cosine"}, "outer_schedule='cosine' needs outer_schedule_rounds"),
+    ({"outer_schedule": "step"}, "outer_schedule must be one of constant, linear, cosine, but got 'step'"),
+    ({"outer_warmup_rounds": -1}, "outer_warmup_rounds must be an integer of at least 0"),
+    ({"outer_warmup_rounds": 4, "outer_schedule_rounds": 4}, "outer_warmup_rounds=4 leaves nothing"),
+    ({"outer_max_norm": -1.0}, "outer_max_norm must be a number above 0"),
+    ({"group_weights": "loss"}, "group_weights must be one of uniform, samples, tokens, steps, a function"),
+    ({"group_weights": 3}, "group_weights must be one of"),
+    ({"group_weights": "nowhere:f"}, "group_weights='nowhere:f' cannot be imported"),
+    ({"inner_moments": "mean"}, "inner_moments must be one of keep, reset, average, but got 'mean'"),
+    ({"local_parameters": "re:("}, "local_parameters: the regular expression 're:\\(' is not valid"),
+    ({"include_parameters": [3]}, "include_parameters: patterns must be texts"),
+    ({"lora_average": "svd"}, "lora_average must be one of factors, product, freeze_a, but got 'svd'"),
+    ({"lora_average": "product", "outer_optimizer": "nesterov"}, "lora_average='product' cannot be stepped by"),
+    ({"proximal_mu": -0.1}, "proximal_mu must be a number of at least 0, but got -0.1"),
+    ({"proximal_mu": math.inf}, "proximal_mu must be a number of at least 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG, ids=[str(settings) for settings, _ in WRONG])
+def test_outer_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FederationConfig(**settings)
+
+
+def by_loss(counts: Any) -> list[float]:
+    return [1 / count.loss for count in counts]
+
+
+def test_comparable_settings() -> None:
+    """Ranks compare what was meant, however it was written, and a function by its name."""
+    text = FederationConfig(
+        outer_optimizer="Adam", outer_options="eps=1e-6, betas=(0.9, 0.95)", local_parameters="a, b"
+    )
+    given = FederationConfig(
+        outer_optimizer="Adam", outer_options={"betas": (0.9, 0.95), "eps": 1e-6}, local_parameters=["a", "b"]
+    )
+    assert text.comparable() == given.comparable()
+    assert FederationConfig(group_weights=by_loss).comparable()["group_weights"] == f"{__name__}:by_loss"
+    assert FederationConfig(group_weights=f"{__name__}:by_loss").group_weights == f"{__name__}:by_loss"
 
 
 def test_environment_without_a_launcher() -> None:

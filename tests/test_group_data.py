@@ -12,9 +12,9 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from hf_fedshard import GroupData, group_dataset
+from hf_fedshard import GroupData, group_dataset, rounds
+from hf_fedshard.closing import make_row
 from hf_fedshard.own_data import EndlessStream
-from hf_fedshard.rounds import Rounds
 from tests.harness.comparison import assert_matches, refer
 from tests.harness.data import BatchRecorder, ListDataset, StreamDataset, collate, hf_stream, token_samples
 from tests.harness.models import tiny_llama
@@ -145,14 +145,13 @@ def counted(folder: str, data: Any) -> list[tuple[float, float]]:
     """Samples and tokens of this rank in each round."""
     forget_meshes()
     found = []
-    take = Rounds._row
 
-    def row(rounds: Rounds, *args: Any) -> dict[str, float]:
-        values = take(rounds, *args)
-        found.append((values["samples"], values["tokens"]))
+    def row(*args: Any) -> dict[str, float]:
+        values = make_row(*args)
+        found.append((values["samples"], values["all_tokens"]))
         return values
 
-    with mock.patch.object(Rounds, "_row", row):
+    with mock.patch.object(rounds, "make_row", row):
         tiny_trainer(folder, train_dataset=data, per_device_train_batch_size=2, sync_every=3, max_steps=6).train()
     return found
 

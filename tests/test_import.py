@@ -21,6 +21,7 @@ from tests.harness.launch_env import fsdp_launch_env
 
 
 CORE = (
+    "collectives",
     "config",
     "environment",
     "mesh",
@@ -32,10 +33,19 @@ CORE = (
     "guard",
     "metrics",
     "rounds",
+    "closing",
     "periods",
     "measured_periods",
     "synchronous",
     "course",
+    "outer",
+    "outer_optimizers",
+    "weights",
+    "moments",
+    "selection",
+    "proximal",
+    "lora",
+    "simulation",
 )
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
 

@@ -22,6 +22,7 @@ LIMIT = 60.0
 NO_TIME = 0.01
 QUICK = {
     *("later round", "end of an epoch", "accumulation", "lora", "buffers"),
+    *("outer loop", "proximal term alone"),
     *("any rank", "dropout and a due evaluation", "one group"),
 }
 WHOLE: dict[str, list[dict[str, Any]]] = {}
@@ -72,6 +73,15 @@ def assert_alone(
     assert_same_end(whole, run(pool, folder / "ended", resume=True, seed=7, **options))
 
 
+OUTER: dict[str, Any] = {
+    "outer_optimizer": "nesterov",
+    "outer_schedule": "cosine",
+    "outer_schedule_rounds": 3,
+    "group_weights": "tokens",
+    "inner_moments": "average",
+    "proximal_mu": 0.5,
+    "local_parameters": "lm_head.weight,*norm*",
+}
 # Epochs have 6 steps. Steps of group 0 and group 1, and the checkpoint: named after the first step of the round.
 ALONE: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
     "first round": ((3, 1), "checkpoint-1", {"sync_every": 5}),
@@ -88,6 +98,9 @@ ALONE: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
         "checkpoint-5",
         {"sync_every": 4, "kind": "batchnorm", "launch": {"wrap_cls": "TinyBlock"}, "per_device_train_batch_size": 2},
     ),
+    "outer loop": ((7, 5), "checkpoint-5", {"sync_every": 4, **OUTER}),
+    "outer loop in bfloat16": ((7, 6), "checkpoint-5", {"sync_every": 4, "kind": "bfloat16", **OUTER}),
+    "proximal term alone": ((3, 2), "checkpoint-1", {"sync_every": 5, "proximal_mu": 0.5}),
     "evaluation due": ((6, 5), "checkpoint-5", {"sync_every": 4, "eval_strategy": "steps", "eval_steps": 2}),
 }
 

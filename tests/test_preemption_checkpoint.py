@@ -149,6 +149,26 @@ def test_export_is_the_average_of_the_groups(ended: tuple[Path, Any], tmp_path: 
     assert differences(ranks[0]["model"], ranks[2]["model"]), "the groups must differ"
 
 
+def test_export_takes_a_groups_own_layers(world4: WorkerPool, tmp_path: Path) -> None:
+    settings = {"outer_optimizer": "nesterov", "local_parameters": "lm_head.weight"}
+    ranks = run(world4, tmp_path, ending=ENDING, grace_seconds=0.01, kind="small", **settings)
+    checkpoint = tmp_path / "checkpoint-5"
+    for group in range(2):
+        out = export_checkpoint(checkpoint, tmp_path / f"out{group}", group=group)
+        for name, value in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
+            both = [ranks[0]["model"][name], ranks[2]["model"][name]]
+            expected = both[group] if name == "lm_head.weight" else (both[0] + both[1]) / 2
+            assert torch.equal(value, expected), name
+    assert not torch.equal(ranks[0]["model"]["lm_head.weight"], ranks[2]["model"]["lm_head.weight"])
+    with pytest.raises(ValueError, match="group=2 cannot be exported"):
+        export_checkpoint(checkpoint, tmp_path / "out2", group=2)
+    for other, text in (
+        ({**settings, "outer_optimizer": "fedadam"}, "outer optimizer is nesterov, this run's fedadam"),
+        ({"local_parameters": "lm_head.weight"}, "outer optimizer is nesterov, this run's fedavg as plain averaging"),
+    ):
+        assert text in fail(world4, tmp_path, kind="small", **other)
+
+
 def test_export_of_adapters_is_refused(world4: WorkerPool, tmp_path: Path) -> None:
     run(world4, tmp_path, ending=ENDING, grace_seconds=0.01, kind="lora")
     with pytest.raises(CheckpointError, match="other adapters for each group"):

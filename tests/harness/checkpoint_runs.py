@@ -30,7 +30,8 @@ def make_model(kind: str, seed: int = 0) -> nn.Module:
     """
     Args:
         kind (`str`):
-            `"llama"`, `"large"` (113 MB), `"dropout"`, `"tied"`, `"lora"`, `"frozen"` or `"batchnorm"`.
+            `"llama"`, `"large"` (113 MB), `"small"` (one layer), `"bfloat16"`, `"dropout"`, `"tied"`, `"lora"`, `"frozen"`
+            or `"batchnorm"`.
         seed (`int`, *optional*, defaults to 0):
             Seed of the trained weights.
 
@@ -41,6 +42,8 @@ def make_model(kind: str, seed: int = 0) -> nn.Module:
         return tiny_batchnorm(seed=seed)
     if kind == "large":
         return tiny_llama(seed=seed, num_layers=12, hidden_size=512)
+    if kind in ("small", "bfloat16"):
+        return tiny_llama(seed=seed, num_layers=1, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
     model = tiny_llama(tied=kind == "tied", seed=0 if kind == "lora" else seed)
     if kind == "lora":
         return add_lora(model, seed=seed)

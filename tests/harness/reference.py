@@ -64,6 +64,9 @@ def train_reference(
     weights: Callable[[int, list[int]], Sequence[float]] | None = None,
     outer: Callable[[State, State, int], State] | None = None,
     synchronous: Callable[[int], bool] = lambda step: False,
+    before_step: Callable[[nn.Module, State], None] | None = None,
+    at_border: Callable[[list[nn.Module], list[torch.optim.Optimizer], Sequence[float]], None] | None = None,
+    is_local: Callable[[str], bool] = lambda name: False,
 ) -> ReferenceResult:
     """
     Trains, averaging after each `sync_every` optimizer steps and after the last one.
@@ -92,6 +95,12 @@ def train_reference(
         synchronous (`Callable[[int], bool]`, *optional*):
             Whether the step with this number, from 0, has one batch over all groups. Where such steps begin, the groups'
             optimizer moments are averaged.
+        before_step (`Callable[[torch.nn.Module, State], None]`, *optional*):
+            `before_step(model, anchor)`: called with a group's model between clipping and its optimizer's step.
+        at_border (`Callable`, *optional*):
+            `at_border(models, optimizers, shares)`: called when the groups hold the new model.
+        is_local (`Callable[[str], bool]`, *optional*):
+            Which parameters each group keeps for itself.
 
     Returns:
         `ReferenceResult`: Weights, losses, norms.
@@ -130,6 +139,8 @@ def train_reference(
                 buffers[group][rank % num_ranks] = _clone(dict(model.named_buffers()))
             limit = float("inf") if max_grad_norm is None else max_grad_norm
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+            if before_step:
+                before_step(model, anchor)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total)
@@ -144,6 +155,7 @@ def train_reference(
             number = len(result.borders)
             shares = weights(number, seen) if weights else [1.0 / num_groups] * num_groups
             average = weighted_average([_trainable(model) for model in models], shares)
+            average = {name: tensor for name, tensor in average.items() if not is_local(name)}
             anchor = outer(anchor, average, number) if outer else average
             flat = [rank for group in buffers for rank in group]
             mean_buffers = weighted_average(flat, [1.0 / len(flat)] * len(flat))
@@ -152,6 +164,8 @@ def train_reference(
                 for rank in range(num_ranks):
                     _load(buffers[group][rank], mean_buffers)
                 _load(dict(model.named_buffers()), buffers[group][0])
+            if at_border:
+                at_border(models, optimizers, shares)
             seen = [0] * num_groups
             result.borders.append(step + 1)
             result.border_states.append(_clone(models[0].state_dict()))

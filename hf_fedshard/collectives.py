@@ -1,0 +1,127 @@
+"""
+The collectives of an averaging: through `torch.distributed` between processes, or in memory between groups that one
+process simulates. Everything above this module is the same for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+
+class InMemoryGroup(ABC):
+    """A group of peers in one process, in the place of a `ProcessGroup`. All peers make the same calls in one order."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """The number of peers."""
+
+    @abstractmethod
+    def rank(self) -> int:
+        """This peer."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """
+        Replaces a tensor by the sum over the peers.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Of one shape on all peers, written in place.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:
+        """
+        Replaces a tensor by that of one peer.
+
+        Args:
+            tensor (`torch.Tensor`):
+                Of one shape on all peers, written in place.
+            group_src (`int`):
+                The peer.
+        """
+
+
+Group: TypeAlias = dist.ProcessGroup | InMemoryGroup
+
+
+class Pending(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> object:
+        """Waits for its result."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+def start_all_reduce(tensor: torch.Tensor, group: Group) -> Pending:
+    """
+    Starts to replace a tensor by the sum over a group.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Written in place, to be left alone until the result has been waited for.
+        group (`ProcessGroup` or [`InMemoryGroup`]):
+            The peers.
+    """
+    if isinstance(group, InMemoryGroup):
+        group.all_reduce(tensor)
+        return _Done()
+    return dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def all_reduce(tensor: torch.Tensor, group: Group) -> None:
+    """
+    Replaces a tensor by the sum over a group.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Written in place.
+        group (`ProcessGroup` or [`InMemoryGroup`]):
+            The peers.
+    """
+    if isinstance(group, InMemoryGroup):
+        group.all_reduce(tensor)
+    else:
+        dist.all_reduce(tensor, group=group)
+
+
+def broadcast(tensor: torch.Tensor, group: Group, group_src: int = 0) -> None:
+    """
+    Replaces a tensor by that of one peer.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Written in place.
+        group (`ProcessGroup` or [`InMemoryGroup`]):
+            The peers.
+        group_src (`int`, defaults to `0`):
+            Which.
+    """
+    if isinstance(group, InMemoryGroup):
+        group.broadcast(tensor, group_src)
+    else:
+        dist.broadcast(tensor, group_src=group_src, group=group)
+
+
+def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
+    """
+    Puts the parts of all peers together.
+
+    Args:
+        whole (`torch.Tensor`):
+            1-D, as many times `part` as there are peers; written in place.
+        part (`torch.Tensor`):
+            1-D, this peer's.
+        group (`ProcessGroup` or [`InMemoryGroup`]):
+            The peers. In memory no group is divided over several.
+    """
+    assert not isinstance(group, InMemoryGroup)
+    dist.all_gather_single(whole, part, group=group)

@@ -1,0 +1,59 @@
+"""What a rank brings to a border."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from .exchange import ExchangePlan
+
+
+@dataclass(frozen=True)
+class Held:
+    """
+    What this rank brings to a border.
+
+    Args:
+        shards (`dict[str, torch.Tensor]`):
+            Its local shards of the parameters to be averaged, aliasing them.
+        means (`dict[str, torch.Tensor]`):
+            Where their averages are formed, see [`OuterLoop.means`].
+        moments (`dict[str, torch.Tensor]`):
+            Its shards of the inner optimizers' moments, if they are averaged.
+        buffers (`dict[str, torch.Tensor]`):
+            Its persistent buffers.
+        plans (`dict[str, ExchangePlan]`):
+            How `"parameters"`, `"moments"` and the tables of `"adapters"` are exchanged.
+        finite (`bool`):
+            Whether all of it is, buffers left aside that were not when training began.
+        problems (`list[str]`):
+            What has come to train after the start and cannot be averaged.
+    """
+
+    shards: dict[str, torch.Tensor]
+    means: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    plans: dict[str, ExchangePlan]
+    finite: bool
+    problems: list[str]
+
+    def slow_bytes(self, part: str) -> int:
+        """
+        Bytes that this rank sends to other groups.
+
+        Args:
+            part (`str`):
+                A key of `plans`.
+        """
+        return self.plans[part].slow_bytes() if part in self.plans else 0
+
+    def digest(self) -> int:
+        """A number that is the same in all groups if they average the same parameters."""
+        return zlib.crc32(repr(list(self.shards)).encode())
+
+    def moments_digest(self) -> int:
+        """The same for the moments."""
+        return zlib.crc32(repr([(name, tensor.dtype) for name, tensor in self.moments.items()]).encode())

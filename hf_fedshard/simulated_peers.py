@@ -1,0 +1,135 @@
+"""Groups of one process as each other's peers: what meshes and process groups are between processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .collectives import InMemoryGroup
+from .layout import FederationLayout
+
+
+class Meeting:
+    """
+    Where the threads of the groups exchange tensors, while a round is closed.
+
+    Args:
+        num_peers (`int`):
+            The groups.
+    """
+
+    def __init__(self, num_peers: int) -> None:
+        self.barrier = threading.Barrier(num_peers)
+        self.tensors: list[torch.Tensor | None] = [None] * num_peers
+        self.result: torch.Tensor | None = None
+
+
+class InMemoryPeer(InMemoryGroup):
+    """
+    One group among all. Sums are formed in the order of the groups, so that they are the same in every run.
+
+    Args:
+        meeting ([`Meeting`]):
+            Where it meets the others.
+        rank (`int`):
+            Its number.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting = meeting
+        self._rank = rank
+
+    def size(self) -> int:
+        """The number of peers."""
+        return len(self.meeting.tensors)
+
+    def rank(self) -> int:
+        """This peer."""
+        return self._rank
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See [`InMemoryGroup`]."""
+
+        def add() -> torch.Tensor:
+            total = self._deposited(0).clone()
+            for peer in range(1, self.size()):
+                total += self._deposited(peer)
+            return total
+
+        self._meet(tensor, add)
+
+    def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:
+        """See [`InMemoryGroup`]."""
+        self._meet(tensor, lambda: self._deposited(group_src).clone())
+
+    def _meet(self, tensor: torch.Tensor, combine: Callable[[], torch.Tensor]) -> None:
+        # All have brought their tensor; the first one combines; all take the result; only then may the next call begin.
+        meeting = self.meeting
+        meeting.tensors[self._rank] = tensor
+        meeting.barrier.wait()
+        if self._rank == 0:
+            meeting.result = combine()
+        meeting.barrier.wait()
+        assert meeting.result is not None
+        tensor.copy_(meeting.result)
+        meeting.barrier.wait()
+
+    def _deposited(self, peer: int) -> torch.Tensor:
+        tensor = self.meeting.tensors[peer]
+        assert tensor is not None
+        return tensor
+
+
+class Alone(InMemoryGroup):
+    """The only rank of a group."""
+
+    def size(self) -> int:
+        """The number of peers."""
+        return 1
+
+    def rank(self) -> int:
+        """This peer."""
+        return 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See [`InMemoryGroup`]."""
+
+    def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:
+        """See [`InMemoryGroup`]."""
+
+
+@dataclass(frozen=True)
+class SimulatedPeers:
+    """
+    The place of a simulated group among the others: what [`FederationMesh`] is for processes.
+
+    Args:
+        layout ([`FederationLayout`]):
+            G groups of one rank.
+        fed (`InMemoryGroup`):
+            All groups.
+        group (`InMemoryGroup`):
+            The group's only rank.
+        device (`torch.device`):
+            Where the models live.
+    """
+
+    layout: FederationLayout
+    fed: InMemoryGroup
+    group: InMemoryGroup
+    device: torch.device
+    replicate: None = None
+    in_process: bool = True
+
+    @property
+    def group_index(self) -> int:
+        """g, this group."""
+        return self.fed.rank()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this group speaks for all."""
+        return self.group_index == 0

@@ -1,0 +1,217 @@
+"""
+The groups of a federation one after another in a single process: the package's own rounds, weights, moments and outer
+steps on whole models, without process groups. Exact, and cheap enough for research on small models.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import FederationConfig
+from .layout import FederationLayout
+from .lora import trained_pairs
+from .metrics import RoundMetrics
+from .rounds import Border, Rounds
+from .selection import Selection
+from .simulated_peers import Alone, InMemoryPeer, Meeting, SimulatedPeers
+
+
+class _SimulatedRounds(Rounds):
+    """Rounds of a group that was copied from the others, so that nothing has to be agreed upon."""
+
+    def _begin(self, one_model: bool) -> None:
+        pass
+
+
+@dataclass
+class SimulatedGroup:
+    """
+    One federation group.
+
+    Args:
+        index (`int`):
+            g, its number.
+        model (`nn.Module`):
+            Its model, whole.
+        optimizer (`torch.optim.Optimizer`):
+            Its inner optimizer.
+        rounds ([`Rounds`]):
+            What counts its steps.
+    """
+
+    index: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rounds: Rounds
+
+    def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0, samples: float = 0) -> None:
+        """
+        Counts a step of this group, as [`Rounds.count_step`].
+
+        Args:
+            loss (`torch.Tensor` or `float`, *optional*):
+                Its training loss.
+            tokens (`int`, defaults to `0`):
+                Its tokens.
+            samples (`int`, defaults to `0`):
+                Its samples.
+        """
+        self.rounds.count_step(loss, tokens, samples)
+
+
+class Simulation:
+    """
+    A federation in one process. Each group trains when the loop says so; at a border the groups meet, in threads, and run
+    what processes run: weights, averages, moments, outer step. Between processes sums may be rounded in another order.
+
+    Takes the memory of G models and optimizers, and of the outer state G times.
+
+    Args:
+        model (`nn.Module`):
+            The initial model; group 0 trains it, the others copies of it.
+        config ([`FederationConfig`]):
+            The settings.
+        optimizer (`Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]`):
+            Makes a group's inner optimizer from the parameters that train.
+        num_groups (`int`, *optional*):
+            G. Defaults to that of `config`.
+
+    Raises:
+        ValueError: If the settings do not fit the model or a single process, or there are fewer than 2 groups.
+
+    Example:
+
+    ```python
+    import torch
+
+    simulation = Simulation(model, FederationConfig(num_groups=2, sync_every=8), torch.optim.AdamW)
+    batches = iter(dataloader)
+    for _ in range(10):
+        for group in simulation.groups:  # one after another
+            loss = group.model(**next(batches)).loss
+            loss.backward()
+            group.optimizer.step()
+            group.optimizer.zero_grad()
+            group.count_step(loss)
+        metrics = simulation.step()  # those of a round, where one has ended
+    simulation.finish()
+    ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: FederationConfig,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        num_groups: int | None = None,
+    ) -> None:
+        size = num_groups or config.num_groups
+        if size is None or size < 2:
+            raise ValueError(f"A simulation needs at least 2 groups, but num_groups is {size!r}.")
+        _check_periods(config)
+        Selection(config).check(model)
+        if config.lora_average != "factors":
+            trained_pairs(model)
+        self.config = config
+        self._meeting = Meeting(size)
+        device = next(model.parameters()).device
+        layout = FederationLayout(size, 1, {"dp_shard": 1})
+        models = [model, *(copy.deepcopy(model) for _ in range(size - 1))]
+        self.groups: list[SimulatedGroup] = []
+        for index, own in enumerate(models):
+            inner = optimizer([param for param in own.parameters() if param.requires_grad])
+            peers: Any = SimulatedPeers(layout, InMemoryPeer(self._meeting, index), Alone(), device)
+            rounds = _SimulatedRounds(own, peers, config, [inner])
+            rounds.counts_updates = True
+            inner.register_step_post_hook(_note(rounds))
+            self.groups.append(SimulatedGroup(index, own, inner, rounds))
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of group 0: at a border that of all."""
+        return self.groups[0].model
+
+    @property
+    def at_border(self) -> bool:
+        """Whether all groups hold one model."""
+        return all(group.rounds.at_border for group in self.groups)
+
+    def step(self) -> RoundMetrics | None:
+        """
+        To be called when every group has made a step: averages them if the round is over.
+
+        Returns:
+            [`RoundMetrics`] or `None`: The metrics where a round ended.
+        """
+        return self.close().metrics if any(group.rounds.is_due for group in self.groups) else None
+
+    def finish(self) -> RoundMetrics | None:
+        """
+        Averages the last round even if it is short.
+
+        Returns:
+            [`RoundMetrics`] or `None`: Its metrics, `None` if the groups are at a border.
+        """
+        metrics = None if self.at_border else self.close().metrics
+        for group in self.groups:
+            group.rounds.release()
+        return metrics
+
+    def close(self, sums: Mapping[str, float] | None = None) -> Border:
+        """
+        Closes the round, as [`Rounds.close`] on all groups at once.
+
+        Args:
+            sums (`Mapping[str, float]`, *optional*):
+                Numbers that each group hands in.
+
+        Returns:
+            [`Border`]: What group 0 saw.
+        """
+        self._meeting.barrier.reset()
+
+        def closed(group: SimulatedGroup) -> Border:
+            try:
+                return group.rounds.close(sums=sums)
+            except BaseException:
+                # The others would wait for this one.
+                self._meeting.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(len(self.groups)) as pool:
+            futures = [pool.submit(closed, group) for group in self.groups]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        # A broken barrier follows from another group's error.
+        causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        if errors:
+            raise (causes or errors)[0]
+        return futures[0].result()
+
+
+def _check_periods(config: FederationConfig) -> None:
+    if config.sync_steps_at_start or config.sync_steps_at_end:
+        raise ValueError(
+            "A simulation has no synchronous steps, since its groups step one after another: sync_steps_at_start="
+            f"{config.sync_steps_at_start}, sync_steps_at_end={config.sync_steps_at_end}. Set both to 0, and train the one "
+            "model on the batches of all groups before the simulation, or after it."
+        )
+    if config.sync_every == "auto":
+        raise ValueError(
+            "sync_every='auto' follows the time that steps and averagings take, and a simulation takes another one. Give "
+            "a number, a list of periods, or 'drift'."
+        )
+
+
+def _note(rounds: Rounds) -> Callable[..., None]:
+    def note(*args: Any) -> None:
+        rounds.note_optimizer_step()
+
+    return note

@@ -1,0 +1,224 @@
+"""Outer steps of 2 groups x 2 replicas x 2 shards against formulas of the papers on whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fedshard.config import FederationConfig
+from hf_fedshard.outer import OuterLoop
+from tests.harness.outer_runs import assert_matches, double, make_mesh, refer, run_case, run_cases, single
+from tests.harness.pool import WorkerPool
+from tests.harness.reference import State
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedavg rate": {"outer_learning_rate": 1.5},
+    "fedavgm": {"outer_optimizer": "fedavgm", "outer_options": "momentum=0.8"},
+    "nesterov": {"outer_optimizer": "nesterov"},
+    "fedadagrad": {"outer_optimizer": "fedadagrad", "outer_learning_rate": 0.03},
+    "fedadam": {"outer_optimizer": "fedadam", "outer_options": {"beta2": 0.95}},
+    "fedyogi": {"outer_optimizer": "fedyogi", "outer_options": "tau=0.01"},
+    "AdamW": {"outer_optimizer": "AdamW", "outer_learning_rate": 0.02, "outer_options": "weight_decay=0.1"},
+    "RMSprop": {"outer_optimizer": "RMSprop", "outer_options": "momentum=0.5"},
+    "clipped": {"outer_optimizer": "nesterov", "outer_max_norm": 0.05},
+    "scheduled": {
+        "outer_optimizer": "fedavgm",
+        "outer_schedule": "cosine",
+        "outer_warmup_rounds": 1,
+        "outer_schedule_rounds": 3,
+    },
+}  # fmt: skip
+
+
+class Reference:
+    """A formula of an outer step, for each tensor by itself, with what it remembers."""
+
+    def __init__(self, formula: Callable[[dict[str, Any], torch.Tensor, int], torch.Tensor], limit: float = math.inf):
+        self.formula = formula
+        self.limit = limit
+        self.memory: dict[str, dict[str, Any]] = {}
+        self.norms: list[float] = []
+
+    def __call__(self, anchor: State, average: State, number: int) -> State:
+        differences = {name: anchor[name] - average[name] for name in average}
+        self.norms.append(math.sqrt(sum(float(value.square().sum()) for value in differences.values())))
+        factor = min(1.0, self.limit / self.norms[-1])
+        return {
+            name: anchor[name] - self.formula(self.memory.setdefault(name, {}), value * factor, number)
+            for name, value in differences.items()
+        }
+
+
+def momentum(rate: Callable[[int], float], beta: float, nesterov: bool = False) -> Any:
+    def formula(memory: dict[str, Any], d: torch.Tensor, number: int) -> torch.Tensor:
+        memory["v"] = beta * memory.get("v", 0) + d
+        return rate(number) * (d + beta * memory["v"] if nesterov else memory["v"])
+
+    return formula
+
+
+def adaptive(kind: str, rate: float, beta1: float, beta2: float, tau: float) -> Any:
+    def formula(memory: dict[str, Any], d: torch.Tensor, number: int) -> torch.Tensor:
+        memory["m"] = beta1 * memory.get("m", 0) + (1 - beta1) * d
+        v = memory.get("v", torch.full_like(d, tau**2))
+        memory["v"] = {
+            "adagrad": v + d**2,
+            "adam": beta2 * v + (1 - beta2) * d**2,
+            "yogi": v - (1 - beta2) * d**2 * torch.sign(v - d**2),
+        }[kind]
+        return rate * memory["m"] / (memory["v"].sqrt() + tau)
+
+    return formula
+
+
+class OfTorch:
+    """A class of torch on whole tensors."""
+
+    def __init__(self, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> None:
+        self.make = make
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.anchors: State = {}
+
+    def __call__(self, anchor: State, average: State, number: int) -> State:
+        if self.optimizer is None:
+            self.anchors = {name: anchor[name].detach().clone() for name in average}
+            self.optimizer = self.make(list(self.anchors.values()))
+        for name, own in self.anchors.items():
+            own.grad = own - average[name]
+        self.optimizer.step()
+        return {name: own.clone() for name, own in self.anchors.items()}
+
+
+def reference_of(case: str) -> Any:
+    half = {0: 0.5, 1: 1.0}  # (t + 1) / (1 + 1), then the cosine at 0
+    return {
+        "fedavg": lambda: None,
+        "fedavg rate": lambda: Reference(lambda memory, d, number: 1.5 * d),
+        "fedavgm": lambda: Reference(momentum(lambda number: 1.0, 0.8)),
+        "nesterov": lambda: Reference(momentum(lambda number: 0.7, 0.9, nesterov=True)),
+        "fedadagrad": lambda: Reference(adaptive("adagrad", 0.03, 0.0, 0.0, 1e-3)),
+        "fedadam": lambda: Reference(adaptive("adam", 0.01, 0.9, 0.95, 1e-3)),
+        "fedyogi": lambda: Reference(adaptive("yogi", 0.01, 0.9, 0.99, 0.01)),
+        "AdamW": lambda: OfTorch(lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)),
+        "RMSprop": lambda: OfTorch(lambda params: torch.optim.RMSprop(params, momentum=0.5)),
+        "clipped": lambda: Reference(momentum(lambda number: 0.7, 0.9, nesterov=True), limit=0.05),
+        "scheduled": lambda: Reference(momentum(half.__getitem__, 0.9)),
+    }[case]()
+
+
+@pytest.fixture(scope="module")
+def runs(world8: WorkerPool) -> list[dict[str, Any]]:
+    return world8.run(run_cases, CASES, limit_seconds=240)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_the_papers_formula(runs: list[dict[str, Any]], case: str) -> None:
+    ranks, outer = [rank[case] for rank in runs], reference_of(case)
+    result = refer(outer=outer)
+    assert_matches(ranks, result)
+    metrics = ranks[0]["metrics"]
+    for rank in ranks[1:]:  # the very same numbers, or the groups would scale differently
+        assert [m.pseudo_gradient_norm for m in rank["metrics"]] == [m.pseudo_gradient_norm for m in metrics]
+        assert [m.outer_learning_rate for m in rank["metrics"]] == [m.outer_learning_rate for m in metrics]
+    if case == "fedavg":
+        assert metrics[0].pseudo_gradient_norm is None
+        assert "fedshard/outer_learning_rate" not in metrics[0].as_logs()
+    elif isinstance(outer, Reference):
+        assert [m.pseudo_gradient_norm for m in metrics] == pytest.approx(outer.norms, rel=1e-9)
+        assert metrics[0].as_logs()["fedshard/pseudo_gradient_norm"] == pytest.approx(outer.norms[0], rel=1e-3)
+    if case == "clipped":
+        assert min(outer.norms) > 0.06, "it must have clipped"
+    if case == "scheduled":
+        assert [m.outer_learning_rate for m in metrics] == pytest.approx([0.5, 1.0])
+
+
+# Tensors as large as this rank's shards that the outer loop holds: the anchor, and the optimizer's state.
+MEMORY = {
+    "fedavg": (0, 0),
+    "fedavgm": (1, 1),
+    "nesterov": (1, 1),
+    "fedadagrad": (1, 1),
+    "fedadam": (1, 2),
+    "AdamW": (1, 2),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_memory_is_as_stated(runs: list[dict[str, Any]], case: str) -> None:
+    for rank in runs:
+        found = rank[case]
+        anchors, state = MEMORY[case]
+        assert (found["anchors"], found["state"]) == (anchors * found["elements"], state * found["elements"])
+
+
+def _single_runs() -> dict[str, Any]:
+    mesh = make_mesh()
+    cases = {"uniform": {}, "steps": {"group_weights": "steps"}, "nesterov": {"outer_optimizer": "nesterov"}}
+    return {name: run_case(mesh, settings, single) for name, settings in cases.items()}
+
+
+def test_fp32_and_equal_weights(world8: WorkerPool) -> None:
+    """Equal weights are uniform weights bit for bit; in fp32 the outer step is the reference's within its rounding."""
+    runs = world8.run(_single_runs, limit_seconds=120)
+    for rank in runs:
+        for state, expected in zip(rank["steps"]["borders"], rank["uniform"]["borders"], strict=True):
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    assert_matches([rank["uniform"] for rank in runs], refer(single), 2e-6)
+    assert_matches([rank["nesterov"] for rank in runs], refer(single, outer=reference_of("nesterov")), 2e-6)
+
+
+def _config(**settings: Any) -> FederationConfig:
+    return FederationConfig(num_groups=2, **settings)
+
+
+def test_average_is_taken_bit_for_bit_and_nothing_is_kept() -> None:
+    outer = OuterLoop(_config())
+    shards = {"a": torch.randn(5, 3)}
+    outer.restart(shards)
+    before = shards["a"].clone()
+    means = outer.means(shards)
+    assert means["a"] is shards["a"]
+    assert outer.form_pseudo_gradients(means, lambda name: 1) == 0
+    assert outer.step(means, shards, 0.0) is None
+    assert torch.equal(shards["a"], before) and not outer.anchors and outer.optimizer is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_steps_in_fp32_or_more(dtype: torch.dtype) -> None:
+    """The anchor keeps what a parameter of few bits rounds away: many small steps add up."""
+    outer = OuterLoop(_config(outer_optimizer="SGD", outer_learning_rate=1.0))
+    shards = {"a": torch.ones(4, dtype=dtype), "empty": torch.ones(0, 3, dtype=dtype)}
+    outer.restart(shards)
+    for _ in range(64):
+        means = outer.means(shards)
+        assert means["a"].dtype == torch.promote_types(dtype, torch.float32)
+        # The groups' average is the anchor and a little more than a quarter of a bf16 step.
+        means["a"].copy_(outer.anchors["a"] + 2.0**-10)
+        norm = outer.form_pseudo_gradients(means, lambda name: 1) ** 0.5
+        outer.step(means, shards, norm)
+    assert shards["a"].tolist() == [1 + 64 * 2.0**-10] * 4
+    assert outer.num_steps == 64
+
+
+@pytest.mark.parametrize("name", ["nesterov", "Adagrad", "AdamW"])
+def test_what_trains_later_begins_with_its_first_average(name: str) -> None:
+    outer = OuterLoop(_config(outer_optimizer=name))
+    shards = {"a": torch.zeros(3)}
+    outer.restart(shards)
+    shards["b"] = torch.full((2,), 5.0)
+    for _ in range(3):
+        means = outer.means(shards)
+        outer.form_pseudo_gradients(means, lambda name: 1)
+        outer.step(means, shards, 1.0)
+        assert torch.isfinite(shards["b"]).all()
+    assert torch.allclose(shards["b"], torch.full((2,), 5.0), rtol=0.2)  # AdamW decays weights
+
+
+def test_double_model_is_double() -> None:
+    assert {param.dtype for param in double().parameters()} == {torch.float64}
