@@ -87,7 +87,8 @@ class ModelAverager:
         """Begins from the model as it is, which all groups hold: the next outer step is the first."""
         reshard(self.model)
         self.note_trainable()
-        self.outer.restart(self._averaged_shards())
+        if self.mesh.layout.num_groups > 1:
+            self.outer.restart(self._averaged_shards())
 
     def note_trainable(self) -> None:
         """Remembers what trains: a layer that is frozen again inside a round differs between the groups all the same."""
