@@ -99,7 +99,8 @@ class ModelAverager:
         """
         reshard(self.model)
         self.note_trainable(trained_before)
-        self.outer.restart(self._averaged_shards())
+        if self.mesh.layout.num_groups > 1:
+            self.outer.restart(self._averaged_shards())
 
     @property
     def trained(self) -> list[str]:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_fedshard.config import FederationConfig
 from hf_fedshard.lora import adapter_pairs, refactor, trained_pairs
 from hf_fedshard.rounds import Rounds
+from hf_fedshard.shards import reshard
 from tests.harness.models import add_lora, tiny_llama
 from tests.harness.outer_runs import GROUP_SIZE, Run, adapted, double, full_state, make_mesh
 from tests.harness.pool import WorkerPool
@@ -102,7 +103,7 @@ def test_all_ranks_hold_the_same_bits(runs: list[dict[str, Any]], case: str) -> 
 def test_traffic(runs: list[dict[str, Any]]) -> None:
     """A product takes the factors of both groups; a frozen factor does not travel."""
     sent = {case: runs[0][case]["metrics"].bytes_sent for case in CASES}
-    assert sent["uniform"] == 2 * sent["factors"]
+    assert sent["uniform"] == pytest.approx(2 * sent["factors"], rel=0.1)  # each padded to its buckets
     assert sent["freeze_a"] == pytest.approx(sent["factors"] / 2, rel=0.1)
 
 
@@ -158,6 +159,7 @@ def _evaluated_before() -> bool:
     model = fully_shard(adapted(), mesh=mesh.fsdp)
     with torch.no_grad():
         model(torch.zeros(1, 8, dtype=torch.float64))
+    reshard(model)
     run = Run.__new__(Run)
     run.mesh, run.model, run.max_grad_norm = mesh, model, None
     run.optimizer = sgd([param for param in model.parameters() if param.requires_grad])

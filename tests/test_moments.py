@@ -152,7 +152,7 @@ def test_which_state_is_a_moment() -> None:
 def test_reset_is_a_fresh_optimizer(make: Any) -> None:
     def run(times: int) -> Any:
         param = torch.nn.Parameter(torch.ones(3))
-        optimizer = make([param], lr=0.1)
+        optimizer = make([param], lr=0.1, weight_decay=0)
         for index in range(times):
             if index == times - 1:
                 reset_moments(optimizer)

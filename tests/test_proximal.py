@@ -93,10 +93,10 @@ def test_by_hand() -> None:
     # A fused optimizer that is yet to unscale.
     optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
     params[0].grad = torch.tensor([8.0, 8.0])
-    optimizer.step()
-    assert params[0].tolist() == [-0.5 - 8 + 2, 1.5 - 8 + 6]
-    term.remove()
+    term._add(optimizer, (), {})
+    assert params[0].grad.tolist() == [8 - 8 * 0.25, 8 - 8 * 0.75]
     del optimizer.grad_scale  # type: ignore[attr-defined]
+    term.remove()
     params[0].grad = torch.zeros(2)
     optimizer.step()
-    assert params[0].tolist() == [-6.5, -0.5]
+    assert params[0].tolist() == [-0.5, 1.5]
