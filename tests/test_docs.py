@@ -16,6 +16,7 @@ import pytest
 
 from hf_fedshard import FederationConfig
 from hf_fedshard.export import make_parser
+from hf_fedshard.run import make_parser as make_run_parser
 from tests.harness.launch_env import launch_env
 from tests.harness.pool import WorkerPool
 
@@ -108,6 +109,10 @@ def _check_launch(words: list[str]) -> None:
     args, _, _ = _validate_launch_command(args)
     size = int(args.parallelism_config_dp_replicate_size) * int(args.parallelism_config_dp_shard_size)
     assert size == args.num_processes
+    if script == "hf_fedshard.run":
+        assert args.module
+        _, rest = make_run_parser().parse_args_into_dataclasses(script_args, look_for_args_file=False)
+        script, script_args = rest.script, rest.script_args
     if script not in SCRIPTS_OF_THE_USER:
         _check_script(script, script_args)
 
