@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# GGUF keeps its own; without the default system message, and with the answers marked for training on them alone.
+# Without the default system message of the original, and with the answers marked, so that they alone are trained on.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
