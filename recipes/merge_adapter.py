@@ -33,13 +33,18 @@ def merge(adapter: Path, output: Path, model_name_or_path: str | None = None) ->
     AutoTokenizer.from_pretrained(adapter).save_pretrained(output)
 
 
-def main() -> None:
-    """The command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", type=Path, help="folder of the adapters")
     parser.add_argument("output", type=Path, help="folder to write the model into")
     parser.add_argument("--model_name_or_path", help="the base model, if it is not where the adapters say")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """The command line."""
+    args = make_parser().parse_args()
     merge(args.adapter, args.output, args.model_name_or_path)
     print(f"Written to {args.output}")
 

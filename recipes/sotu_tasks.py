@@ -17,7 +17,7 @@ from typing import Any
 
 
 CORPUS = Path(__file__).resolve().parent / "data" / "sotu.jsonl.xz"
-ERAS = {1850: "1790-1849", 1900: "1850-1899", 1950: "1900-1949", 2100: "1950-2021"}
+ERAS = {1900: "1790-1899", 2100: "1900-2021"}
 QUESTION = "Which president spoke these words to Congress, and in which year?\n\n{passage}"
 ANSWER = "{president}, in {year}."
 
@@ -80,11 +80,16 @@ def chat_rows(row: dict[str, Any], draw: random.Random) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    """Writes the four files. The same seed gives the same files."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="folder to write")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Writes the four files. The same seed gives the same files."""
+    args = make_parser().parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     with lzma.open(CORPUS, "rt", encoding="utf-8") as file:
         corpus = [json.loads(line) for line in file]

