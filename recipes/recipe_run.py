@@ -57,19 +57,26 @@ def run(trainer: Trainer, evaluate_first: bool = False) -> dict[str, Any]:
         trainer (`Trainer`):
             Trainer that is ready to train.
         evaluate_first (`bool`, *optional*, defaults to `False`):
-            Evaluate the model before it is trained too, as `start_...`.
+            Evaluate the model before its first step too, as `start_...`.
 
     Returns:
         `dict[str, Any]`: Metrics of the evaluations; empty without a set to evaluate on.
     """
-    args, metrics = trainer.args, {}
-    if evaluate_first and trainer.eval_dataset is not None and not args.resume_from_checkpoint:
-        metrics = trainer.evaluate(metric_key_prefix="start")
+    args = trainer.args
+    # Trainer's own way: FSDP2 shards a model together with its optimizer, when training begins.
+    args.eval_on_start = evaluate_first and trainer.eval_dataset is not None and not args.resume_from_checkpoint
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()
     save_full_model(trainer)
-    if trainer.eval_dataset is not None:
-        metrics |= trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
+    if trainer.eval_dataset is None:
+        return {}
+    metrics = trainer.evaluate()
+    if args.eval_on_start:
+        first: dict[str, Any] = {}
+        for logs in trainer.state.log_history:
+            if logs["step"] == 0:
+                first |= logs
+        metrics |= {f"start_{name.removeprefix('eval_')}": first[name] for name in list(metrics) if name in first}
+    trainer.save_metrics("eval", metrics)
     return metrics

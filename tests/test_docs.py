@@ -131,10 +131,14 @@ def _check_script(script: str, words: list[str]) -> None:
     if name in ("sotu_tasks", "unpack_models", "merge_adapter"):
         importlib.import_module(name).make_parser().parse_args(words)
     elif name in ("pretrain_clm", "pretrain_clm_no_trainer", "classify_sequences", "sft_chat"):
-        module = "clm_arguments" if name == "pretrain_clm" else name
+        parsers = {
+            "pretrain_clm": "clm_arguments",
+            "pretrain_clm_no_trainer": "loop_arguments",
+            "sft_chat": "sft_arguments",
+        }
         # Its own checks need the hardware that the command is for.
         with mock.patch.object(TrainingArguments, "__post_init__", lambda self: None):
-            importlib.import_module(module).parse_arguments(words)
+            importlib.import_module(parsers.get(name, name)).parse_arguments(words)
     elif script.endswith("dry_run.py"):
         from dry_run import DryRunArguments
 

@@ -138,7 +138,7 @@ def test_wrong_arguments(words: list[str], message: str) -> None:
 
 
 def test_required_arguments_may_stand_in_the_file(tmp_path: Path) -> None:
-    from pretrain_clm_no_trainer import parse_arguments
+    from loop_arguments import parse_arguments
 
     path = tmp_path / "a.yaml"
     path.write_text("preset: demo\ntrain_tokenizer: true\ntrain_file: a.txt\noutput_dir: there\n")

@@ -87,9 +87,9 @@ def _chats(folder: Path) -> None:
 def test_chat(world4: WorkerPool, tmp_path: Path, kind: str) -> None:
     """Full and padded, LoRA and packed. Adapters merge into a model with the perplexity that was reported."""
     from datasets import load_dataset
-    from merge_adapter import merge
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from merge_adapter import merge
     from sft_data import PadRight, encode
 
     save_tiny_model(tmp_path / "model")

@@ -151,7 +151,9 @@ def test_trl(world4: WorkerPool, tmp_path: Path, kind: str) -> None:
     for rank in ranks:
         assert rank["leaks"] == []
         assert rank["borders"] == [3, 6]
-        assert rank["logs"] == ranks[0]["logs"]
+        # The gradient's norm is the group's own.
+        for ours, first in zip(rank["logs"], ranks[0]["logs"], strict=True):
+            assert {**ours, "grad_norm": 0} == {**first, "grad_norm": 0}
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     model = copy.deepcopy(reference)
     seen = 0
