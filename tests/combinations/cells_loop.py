@@ -1,0 +1,255 @@
+"""Cells: data, the loop around the steps, and subclasses of Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+
+from tests.harness.data import IGNORED_LABEL, Batch, ListDataset, StreamDataset, hf_stream, token_samples
+from tests.harness.models import tiny_llama
+
+from .cell import Cell, even_samples
+from .cells_optimizers import evaluation
+
+
+def padded(samples: Sequence[Any]) -> Batch:
+    length = max(len(sample["input_ids"]) for sample in samples)
+
+    def rows(key: str, filling: int) -> torch.Tensor:
+        return torch.tensor([[*sample[key], *[filling] * (length - len(sample[key]))] for sample in samples])
+
+    ids = rows("input_ids", 0)
+    return {"input_ids": ids, "labels": rows("labels", IGNORED_LABEL), "attention_mask": (ids != 0).long()}
+
+
+def samples_of_many_lengths() -> Any:
+    samples = [token_samples(1, length=4 + seed % 13, seed=seed)[0] for seed in range(120)]
+    return ListDataset(samples)
+
+
+def stream() -> Any:
+    return StreamDataset(token_samples(240))
+
+
+class SizedStream(StreamDataset):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def sized_stream() -> Any:
+    return SizedStream(token_samples(40))
+
+
+def stream_of_datasets() -> Any:
+    return hf_stream(token_samples(240), num_shards=2)
+
+
+def table() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(token_samples(240))
+
+
+def few_samples() -> Any:
+    return ListDataset(token_samples(32))
+
+
+class TooLarge(TrainerCallback):
+    """As if a batch of the first size did not fit."""
+
+    def __init__(self) -> None:
+        self.times = 1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.times:
+            self.times -= 1
+            raise RuntimeError("CUDA out of memory. Tried to allocate more than there is.")
+
+
+def too_large() -> dict[str, Any]:
+    return {"callbacks": [TooLarge()]}
+
+
+def train_and_tell_size(trainer: Any) -> int:
+    trainer.train()
+    return int(trainer._train_batch_size)
+
+
+def make_tiny() -> Any:
+    return tiny_llama()
+
+
+def candidates() -> dict[str, Any]:
+    return {"model_init": make_tiny, **evaluation()}
+
+
+def search(trainer: Any) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 1e-5])},
+        n_trials=2,
+        direction="minimize",
+        backend="optuna",
+        compute_objective=lambda metrics: metrics["eval_loss"],
+        sampler=optuna.samplers.GridSampler({"learning_rate": [1e-5, 1e-2]}, seed=0),
+    )
+    return None if best is None else best.hyperparameters
+
+
+def train_twice(trainer: Any) -> None:
+    trainer.train()
+    trainer.train()
+
+
+def stops_early() -> dict[str, Any]:
+    return {"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)], **evaluation()}
+
+
+EARLY = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "eval_loss",
+    # The loss falls, so the first one stays the best.
+    "greater_is_better": True,
+}
+
+
+def train_and_tell_step(trainer: Any) -> int:
+    trainer.train()
+    return int(trainer.state.global_step)
+
+
+def stopped_at_4(trainer: Any) -> None:
+    assert trainer.state.global_step == 4
+
+
+class OwnTrainer(Trainer):
+    """Overrides what people override."""
+
+    def get_train_dataloader(self) -> Any:
+        self.asked_for_data = True
+        return super().get_train_dataloader()
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        inputs = {**inputs, "labels": inputs["labels"].clone()}
+        inputs["labels"][:, 5] = IGNORED_LABEL
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 1e-3 * outputs["logits"].float().pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, "of_mine": 1.0}, *args, **kwargs)
+
+
+def own_trainer() -> dict[str, Any]:
+    return {"trainer_class": OwnTrainer}
+
+
+def was_overridden(trainer: Any) -> None:
+    assert trainer.asked_for_data
+    assert any("of_mine" in row for row in trainer.state.log_history)
+
+
+class OwnLoader(Trainer):
+    """Builds its loader by itself, as in Transformers' documentation."""
+
+    def get_train_dataloader(self) -> Any:
+        from torch.utils.data import DataLoader
+
+        loader = DataLoader(self.train_dataset, batch_size=self._train_batch_size, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+def own_loader() -> dict[str, Any]:
+    return {"trainer_class": OwnLoader}
+
+
+def train_in_a_spaced_folder(trainer: Any) -> None:
+    folder = Path(trainer.args.output_dir).parent / "a folder" / Path(trainer.args.output_dir).name
+    trainer.args.output_dir = str(folder)
+    trainer.train()
+    trainer.save_model()
+    assert (folder / "model.safetensors").is_file()
+
+
+def has_checkpoints(trainer: Any) -> None:
+    assert (Path(trainer.args.output_dir) / "checkpoint-4" / "federation" / "manifest.json").is_file()
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 4}
+ONE_EPOCH = {"max_steps": -1, "num_train_epochs": 1}
+
+LOOP_CELLS = [
+    Cell(
+        "group_by_length",
+        "`train_sampling_strategy='group_by_length'`",
+        {"train_sampling_strategy": "group_by_length"},
+        data=samples_of_many_lengths,
+        options=lambda: {"data_collator": padded},
+        reference_args={"train_sampling_strategy": "sequential"},
+    ),
+    Cell("iterable dataset without length", "a torch `IterableDataset`", data=stream, fast=True),
+    Cell("iterable dataset with length", "one with `__len__`", data=sized_stream),
+    Cell("streaming dataset of datasets", "`to_iterable_dataset()`", data=stream_of_datasets),
+    Cell("dataset of datasets", "`datasets.Dataset`", data=table),
+    Cell("dataloader_num_workers", "`dataloader_num_workers=2`", {"dataloader_num_workers": 2}),
+    Cell(
+        "auto_find_batch_size",
+        "`auto_find_batch_size=True`",
+        {"auto_find_batch_size": True, "per_device_train_batch_size": 4},
+        options=too_large,
+        train=train_and_tell_size,
+        reference_args={"train_sampling_strategy": "sequential"},
+    ),
+    Cell(
+        "hyper-parameter search",
+        "`hyperparameter_search(backend='optuna')`",
+        {"eval_strategy": "steps", "eval_steps": 5},
+        data=even_samples,
+        options=candidates,
+        train=search,
+        needs=("optuna",),
+    ),
+    Cell("several train() calls", "`trainer.train()` twice", train=train_twice),
+    Cell(
+        "early stopping",
+        "`EarlyStoppingCallback`",
+        EARLY,
+        data=even_samples,
+        options=stops_early,
+        train=train_and_tell_step,
+        check=stopped_at_4,
+        steps=9,
+        fast=True,
+    ),
+    Cell("label smoothing", "`label_smoothing_factor=0.1`", {"label_smoothing_factor": 0.1}, fast=True),
+    Cell(
+        "a subclass of Trainer",
+        "overrides `training_step`, `compute_loss`, `log`, `get_train_dataloader`",
+        {"logging_strategy": "steps", "logging_steps": 1},
+        options=own_trainer,
+        check=was_overridden,
+    ),
+    Cell("a data loader of one's own", "overrides `get_train_dataloader`", options=own_loader),
+    Cell("an output folder with a space", "`output_dir='a folder/run'`", train=train_in_a_spaced_folder),
+    Cell(
+        "sharded checkpoints",
+        "`fsdp_state_dict_type: SHARDED_STATE_DICT`",
+        SAVING,
+        launch={"state_dict_type": "SHARDED_STATE_DICT"},
+        check=has_checkpoints,
+        reference_args={"save_strategy": "no"},
+    ),
+]

@@ -1,0 +1,198 @@
+"""Cells: kinds of models and adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.harness.models import VOCAB_SIZE, add_lora, tiny_llama
+
+from .cell import Cell
+
+
+def seeded(make: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = make()
+        return model
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    return seeded(lambda: MixtralForCausalLM(config))
+
+
+def tied() -> nn.Module:
+    return tiny_llama(tied=True)
+
+
+def is_tied(trainer: Any) -> None:
+    assert trainer.model.lm_head.weight is trainer.model.model.embed_tokens.weight
+
+
+def frozen() -> nn.Module:
+    model = tiny_llama()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def frozen_are_untouched(trainer: Any) -> None:
+    for (name, before), after in zip(tiny_llama().named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(before, after.full_tensor()) == (not after.requires_grad), name
+
+
+def dropout() -> nn.Module:
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+        layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj, nn.Dropout(0.2))
+    return model
+
+
+def peft_model(config: Any, base: Any = tiny_llama) -> nn.Module:
+    from peft import get_peft_model
+
+    return seeded(lambda: get_peft_model(base(), config))
+
+
+def lora_config(**options: Any) -> Any:
+    from peft import LoraConfig
+
+    targets = ["q_proj", "v_proj"]
+    return LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+        | options
+    )
+
+
+def lora() -> nn.Module:
+    return add_lora(tiny_llama())
+
+
+def bf16_lora() -> nn.Module:
+    return peft_model(lora_config(), lambda: tiny_llama(dtype=torch.bfloat16))
+
+
+def dora() -> nn.Module:
+    return peft_model(lora_config(use_dora=True))
+
+
+def lora_and_head() -> nn.Module:
+    return peft_model(lora_config(modules_to_save=["lm_head"]))
+
+
+def prompt_tuning() -> nn.Module:
+    from peft import PromptTuningConfig
+
+    return peft_model(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+def only_adapters_train(trainer: Any) -> None:
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name or "modules_to_save" in name or "prompt" in name for name in trained)
+
+
+def bf16_base_fp32_adapters(trainer: Any) -> None:
+    only_adapters_train(trainer)
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in trainer.model.parameters()}
+    assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
+
+
+def torchao_lora() -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def base() -> nn.Module:
+        model = tiny_llama()
+        quantize_(model.model, Int8WeightOnlyConfig())
+        return model
+
+    return peft_model(lora_config(), base)
+
+
+def bnb_lora(bits: int) -> nn.Module:
+    import tempfile
+
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if bits == 8
+        else BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=torch.float32
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_llama(hidden_size=64).save_pretrained(folder)
+        return peft_model(
+            lora_config(),
+            lambda: LlamaForCausalLM.from_pretrained(
+                folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
+            ),
+        )
+
+
+def bnb4_lora() -> nn.Module:
+    return bnb_lora(4)
+
+
+def bnb8_lora() -> nn.Module:
+    return bnb_lora(8)
+
+
+def quanto_lora() -> nn.Module:
+    from optimum.quanto import freeze, qint8, quantize
+
+    def base() -> nn.Module:
+        model = tiny_llama()
+        quantize(model.model, weights=qint8)
+        freeze(model.model)
+        return model
+
+    return peft_model(lora_config(), base)
+
+
+MODEL_CELLS = [
+    Cell(
+        "mixture of experts",
+        "Mixtral with `output_router_logits=True`",
+        launch={"wrap_cls": "MixtralDecoderLayer"},
+        model=mixtral,
+    ),
+    Cell("tied embeddings", "`tie_word_embeddings: true`", model=tied, check=is_tied),
+    Cell("frozen layers", "`requires_grad_(False)`", model=frozen, check=frozen_are_untouched),
+    Cell("dropout", "dropout in the model", model=dropout),
+    Cell("NEFTune", "`neftune_noise_alpha=5`", {"neftune_noise_alpha": 5.0}),
+    Cell("LoRA", "`get_peft_model(model, LoraConfig(...))`", model=lora, check=only_adapters_train, fast=True),
+    Cell(
+        "LoRA on a bf16 base",
+        "the base loaded with `dtype=torch.bfloat16`, `bf16=True`",
+        {"bf16": True},
+        model=bf16_lora,
+        check=bf16_base_fp32_adapters,
+    ),
+    Cell("LoRA and a trained head", "`modules_to_save`", model=lora_and_head, check=only_adapters_train),
+    Cell("DoRA", "`LoraConfig(use_dora=True)`", model=dora, check=only_adapters_train),
+    Cell("prompt tuning", "`PromptTuningConfig`", {"learning_rate": 0.3}, model=prompt_tuning, check=only_adapters_train),
+    Cell("LoRA on int8 of torchao", "`Int8WeightOnlyConfig`", model=torchao_lora, needs=("torchao",)),
+    Cell("LoRA on 4 bit of bitsandbytes", "`load_in_4bit=True`", model=bnb4_lora, needs=("bitsandbytes",)),
+    Cell("LoRA on 8 bit of bitsandbytes", "`load_in_8bit=True`", model=bnb8_lora, needs=("bitsandbytes",)),
+    Cell("LoRA on int8 of quanto", "`quantize(weights=qint8)`", model=quanto_lora, needs=("optimum.quanto",)),
+]
