@@ -54,8 +54,8 @@ class Cell:
             Arguments of `TrainingArguments` that differ for the reference.
         after (`Callable[[Trainer], dict]`, *optional*):
             Called after training. A single process that holds the final weights must get the same numbers.
-        twins (`bool`, defaults to `True`):
-            Whether what `train` returns must be the same for the reference.
+        mend (`Callable[[Trainer], None]`, *optional*):
+            Puts right for the reference what this package does differently from a stock launch of a group.
         steps (`int`, defaults to `5`):
             Optimizer steps.
         sync_every (`int`, defaults to `2`):
@@ -88,7 +88,7 @@ class Cell:
     train: Callable[[Any], Any] | None = None
     reference_args: Arguments = field(default_factory=dict)
     after: Callable[[Any], dict[str, Any]] | None = None
-    twins: bool = True
+    mend: Callable[[Any], None] | None = None
     steps: int = 5
     sync_every: int = 2
     tolerance: float = 0.0

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.harness.models import VOCAB_SIZE, add_lora, tiny_llama
 
-from .cell import Cell
+from .cell import NUM_GROUPS, Cell
 
 
 def seeded(make: Any) -> nn.Module:
@@ -19,7 +19,7 @@ def seeded(make: Any) -> nn.Module:
         return model
 
 
-def mixtral() -> nn.Module:
+def mixtral(balanced: bool = False) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -31,11 +31,21 @@ def mixtral() -> nn.Module:
         num_key_value_heads=2,
         num_local_experts=4,
         num_experts_per_tok=2,
-        output_router_logits=True,
+        output_router_logits=balanced,
         max_position_embeddings=64,
         use_cache=False,
     )
     return seeded(lambda: MixtralForCausalLM(config))
+
+
+def balanced_mixtral() -> nn.Module:
+    return mixtral(balanced=True)
+
+
+def weigh_balance_as_the_whole_launch(trainer: Any) -> None:
+    # Trainer multiplies the loss by the number of processes to undo FSDP's mean. What is divided by the tokens of all
+    # processes comes out right; the router's loss counts as often as there are processes, of all groups here.
+    trainer.model.router_aux_loss_coef *= NUM_GROUPS
 
 
 def tied() -> nn.Module:
@@ -169,12 +179,34 @@ def quanto_lora() -> nn.Module:
     return peft_model(lora_config(), base)
 
 
+def base_has_4_bits(trainer: Any) -> None:
+    only_adapters_train(trainer)
+    base = trainer.model.base_model.model.model.layers[0].mlp.up_proj
+    assert base.weight.numel() * base.weight.element_size() * 2 == base.in_features * base.out_features
+
+
+def base_has_8_bits(trainer: Any) -> None:
+    only_adapters_train(trainer)
+    base = trainer.model.base_model.model.model.layers[0].mlp.up_proj
+    print(
+        "quanto:",
+        type(base),
+        type(base.weight),
+        type(base.weight.data),
+        base.weight.dtype,
+        getattr(base.weight, "to_local", lambda: None)().__class__,
+    )
+
+
 MODEL_CELLS = [
+    Cell("mixture of experts", "Mixtral", launch={"wrap_cls": "MixtralDecoderLayer"}, model=mixtral),
     Cell(
-        "mixture of experts",
-        "Mixtral with `output_router_logits=True`",
+        "mixture of experts, balanced",
+        "`output_router_logits=True`",
         launch={"wrap_cls": "MixtralDecoderLayer"},
-        model=mixtral,
+        model=balanced_mixtral,
+        mend=weigh_balance_as_the_whole_launch,
+        limit="Trainer weighs the router's loss by the number of processes, as without the callback",
     ),
     Cell("tied embeddings", "`tie_word_embeddings: true`", model=tied, check=is_tied),
     Cell("frozen layers", "`requires_grad_(False)`", model=frozen, check=frozen_are_untouched),
@@ -190,9 +222,39 @@ MODEL_CELLS = [
     ),
     Cell("LoRA and a trained head", "`modules_to_save`", model=lora_and_head, check=only_adapters_train),
     Cell("DoRA", "`LoraConfig(use_dora=True)`", model=dora, check=only_adapters_train),
-    Cell("prompt tuning", "`PromptTuningConfig`", {"learning_rate": 0.3}, model=prompt_tuning, check=only_adapters_train),
-    Cell("LoRA on int8 of torchao", "`Int8WeightOnlyConfig`", model=torchao_lora, needs=("torchao",)),
-    Cell("LoRA on 4 bit of bitsandbytes", "`load_in_4bit=True`", model=bnb4_lora, needs=("bitsandbytes",)),
-    Cell("LoRA on 8 bit of bitsandbytes", "`load_in_8bit=True`", model=bnb8_lora, needs=("bitsandbytes",)),
-    Cell("LoRA on int8 of quanto", "`quantize(weights=qint8)`", model=quanto_lora, needs=("optimum.quanto",)),
+    Cell(
+        "prompt tuning", "`PromptTuningConfig`", {"learning_rate": 0.3}, model=prompt_tuning, check=only_adapters_train
+    ),
+    Cell(
+        "LoRA on int8 of torchao",
+        "`Int8WeightOnlyConfig`",
+        model=torchao_lora,
+        needs=("torchao",),
+        error="FSDP2 cannot shard weights of the class Int8Tensor",
+        stock_error="Int8Tensor dispatch: attempting to run unimplemented operator",
+        limit="the class cannot be split",
+    ),
+    Cell(
+        "LoRA on 4 bit of bitsandbytes",
+        "`load_in_4bit=True`, `bnb_4bit_quant_storage` of a floating-point type",
+        model=bnb4_lora,
+        check=base_has_4_bits,
+        needs=("bitsandbytes",),
+    ),
+    Cell(
+        "LoRA on 8 bit of bitsandbytes",
+        "`load_in_8bit=True`",
+        model=bnb8_lora,
+        needs=("bitsandbytes",),
+        error="load_in_8bit=True",
+        stock_error="'Parameter' object has no attribute 'CB'",
+        limit="FSDP2 replaces the parameters, and bitsandbytes loses its scales with them",
+    ),
+    Cell(
+        "LoRA on int8 of quanto",
+        "`quantize(weights=qint8)`",
+        model=quanto_lora,
+        check=base_has_8_bits,
+        needs=("optimum.quanto",),
+    ),
 ]

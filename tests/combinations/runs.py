@@ -58,7 +58,7 @@ def launch_of(cell: Cell, size: int, groups: int) -> dict[str, str]:
     for axis in inner.values():
         replicas //= axis
     env = fsdp_launch_env(**{"dp_replicate": replicas, "dp_shard": inner["dp_shard"], **cell.launch})
-    for axis in ("tp", "cp"):
+    for axis in ("tp", "cp", "sp"):
         env[f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"] = str(inner.get(axis, 1))
     return env
 
@@ -129,7 +129,9 @@ def trained_state(model: Any) -> State:
     reshard(model)
     return {
         plain_name(name): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+        for name, value in (
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        )
     }
 
 
@@ -223,6 +225,8 @@ def group_alone(name: str, folder: str, exchange: str, group: int, samples: list
     changes = {"train_sampling_strategy": "sequential", **cell.reference_args}
     trainer = make_trainer(cell, f"{folder}{group}", ListDataset(samples), [watcher], **changes)
     watcher.trainer = trainer
+    if cell.mend is not None:
+        cell.mend(trainer)
     result = (cell.train or plain_train)(trainer)
     return {
         "state": trained_state(trainer.model),
