@@ -15,6 +15,7 @@ import torch
 from tests.combinations.cell import NUM_GROUPS, Cell
 from tests.combinations.cells import CELLS
 from tests.combinations.runs import federated, group_alone, launch_of, samples_of_group, single, unfederated
+from tests.combinations.table import DOCUMENT, OTHER_TESTS, document_with_tables
 from tests.harness.pool import WorkerPool
 
 
@@ -132,3 +133,11 @@ def same_models(cell: Cell, ranks: list[dict[str, Any]], groups: list[list[dict[
     assert moved > 30 * cell.tolerance
     for rank in ranks:
         assert rank["result"] == reference["result"]
+
+
+def test_tables_of_the_docs(root: Path) -> None:
+    """`python -m tests.combinations.table` writes them."""
+    assert DOCUMENT.read_text() == document_with_tables()
+    for test in OTHER_TESTS.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}" in (root / "tests" / file).read_text()

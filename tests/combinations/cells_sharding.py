@@ -151,8 +151,14 @@ SHARDING_CELLS = [
     ),
     Cell(
         "torch.compile",
-        "`torch_compile=True`",
+        "`torch_compile=True`, `torch_compile_backend='aot_eager'`",
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        check=is_compiled,
+    ),
+    Cell(
+        "torch.compile with inductor",
+        "`torch_compile=True`",
+        {"torch_compile": True},
         check=is_compiled,
     ),
     Cell(
