@@ -206,7 +206,7 @@ SHARDING_CELLS = [
         "`sp_size: 2` inside a group",
         inner={"sp": 2},
         error="sp_size=2 is not supported: it belongs to DeepSpeed",
-        stock_error="",
+        stock_error="No module named 'deepspeed'",
         limit="Accelerate has it with DeepSpeed only",
         sizes=(8, 16),
     ),
