@@ -56,7 +56,7 @@ def check_upstream_limits(state: AcceleratorState, optim: str, model: nn.Module 
 
 
 def _check_model(model: nn.Module, tp_size: int) -> None:
-    if any(isinstance(param, DTensor) for param in model.parameters()):
+    if tp_size > 1 and any(isinstance(param, DTensor) for param in model.parameters()):
         module = importlib.import_module("transformers.integrations.tensor_parallel")
         if not hasattr(module, "ReplicateParallel"):
             raise ValueError(

@@ -50,8 +50,8 @@ def test_combination(cell: Cell, size: int, worlds: dict[int, list[WorkerPool]],
     groups = alone(cell, size, ranks, worlds, tmp_path)
     same_models(cell, ranks, groups)
     if cell.after is not None:
-        (alone_,) = pool_of(worlds, 1).run(single, cell.name, str(tmp_path / "single"), ranks[0]["state"], **options)
-        same_numbers(ranks, alone_)
+        (expected,) = pool_of(worlds, 1).run(single, cell.name, str(tmp_path / "single"), ranks[0]["state"], **options)
+        same_numbers(ranks, expected)
 
 
 def same_numbers(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ SHARDING_CELLS = [
         "`fp16=True`",
         launch={"mixed_precision": "fp16"},
         error="mixed_precision=fp16 on CPU gets neither autocast nor a gradient scaler from Accelerate. Use bf16",
-        limit="Accelerate gives fp16 neither autocast nor a scaler on CPU",
+        limit="without the callback it computes in fp16 with neither autocast nor a scaler",
     ),
     Cell(
         "fp32 master weights of a bf16 model",
