@@ -13,6 +13,7 @@ from .group_data import GroupData, wrong_number
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, check_wrapping, layout_for, stated_sizes
 from .parallelism import FederatedParallelismConfig
+from .upstream_limits import check_upstream_limits
 from .versions import versions
 
 
@@ -160,5 +161,6 @@ def _check_trainer(trainer: Trainer, callback_type: type) -> None:
             "The model was sharded when it was loaded (distributed_config), so FSDP2 does not shard it inside "
             "federation groups. Load it without distributed_config."
         )
+    check_upstream_limits(trainer.accelerator.state, str(getattr(args.optim, "value", args.optim)), trainer.model)
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and len(trainer.train_dataset) == 0:
         raise ValueError("The train_dataset is empty. Give it at least one sample.")
