@@ -151,9 +151,10 @@ def test_trl(world4: WorkerPool, tmp_path: Path, kind: str) -> None:
     for rank in ranks:
         assert rank["leaks"] == []
         assert rank["borders"] == [3, 6]
-        # The gradient's norm is the group's own.
+        # The gradient's norm is the group's own, and so are some times of a round.
         for ours, first in zip(rank["logs"], ranks[0]["logs"], strict=True):
-            assert {**ours, "grad_norm": 0} == {**first, "grad_norm": 0}
+            names = [name for name in ours if name != "grad_norm" and not name.startswith("fedshard/")]
+            assert [ours[name] for name in names] == [first[name] for name in names]
     reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     model = copy.deepcopy(reference)
     seen = 0
