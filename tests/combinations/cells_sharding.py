@@ -160,6 +160,8 @@ SHARDING_CELLS = [
         "`torch_compile=True`",
         {"torch_compile": True},
         check=is_compiled,
+        limit="tried with FL+FSDP only: eight processes compile for minutes",
+        sizes=(4,),
     ),
     Cell(
         "wrap by size",
