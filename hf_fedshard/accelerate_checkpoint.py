@@ -106,7 +106,9 @@ class AcceleratorCheckpoints:
         staging = Staging(final)
         error: Exception | None = None
         if automatic and final.exists():
-            error = ValueError(f"{final} exists. Set accelerator.save_iteration to the number to go on from.")
+            error = ValueError(
+                f"{final} exists. Set accelerator.project_configuration.iteration to the number to go on from."
+            )
         elif final.exists() and not has_manifest(final) and any(final.iterdir()):
             error = ValueError(
                 f"{final} exists and is no checkpoint, and would be replaced. Give a folder of its own."

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from .config import FederationConfig
 from .group_data import GroupData, wrong_number
 from .handshake import agree
-from .launch import FSDP1_ERROR, check_launch, layout_for, stated_sizes
+from .launch import FSDP1_ERROR, check_launch, check_wrapping, layout_for, stated_sizes
 from .parallelism import FederatedParallelismConfig
+from .upstream_limits import check_upstream_limits
 from .versions import versions
 
 
@@ -137,9 +139,14 @@ def _check_trainer(trainer: Trainer, callback_type: type) -> None:
     if plugin_args.get("fsdp_version", 2) == 1:
         raise ValueError(FSDP1_ERROR.format(version=1))
     check_launch(trainer.accelerator.state)
+    if isinstance(trainer.model, nn.Module):  # else hyper-parameter search makes it later
+        check_wrapping(trainer.model, trainer.accelerator.state.fsdp_plugin)
     given = sum(isinstance(callback, callback_type) for callback in trainer.callback_handler.callbacks)
     if given > 1:
-        raise ValueError(f"{callback_type.__name__} was given {given} times to one Trainer. Give it once.")
+        raise ValueError(
+            f"{callback_type.__name__} was given {given} times to one Trainer. Give it once; hf_fedshard.run gives it to a "
+            "script that does not."
+        )
     if trainer.accelerator.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True lets rank 0 read for all ranks and send every batch across the federation groups. "
@@ -165,5 +172,6 @@ def _check_trainer(trainer: Trainer, callback_type: type) -> None:
             "The model was sharded when it was loaded (distributed_config), so FSDP2 does not shard it inside "
             "federation groups. Load it without distributed_config."
         )
+    check_upstream_limits(trainer.accelerator.state, str(getattr(args.optim, "value", args.optim)), trainer.model)
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and len(trainer.train_dataset) == 0:
         raise ValueError("The train_dataset is empty. Give it at least one sample.")

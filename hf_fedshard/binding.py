@@ -19,6 +19,7 @@ from .outer_checkpoint import resume_outer_state
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
+from .subclass_logs import adds_to_logs, average_over_ranks
 from .trainer_checkpoint import TrainerCheckpoints
 from .trainer_preemption import TrainerPreemption
 
@@ -81,7 +82,7 @@ class TrainerBinding:
     - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
       round waits for the border.
     - `_maybe_log_save_evaluate`: a stop asked for on some ranks while Trainer logs, evaluates or saves holds for all.
-    - `log`: adds the metrics of a round before the reporting callbacks see the logs.
+    - `log`: adds the metrics of a round before the reporting callbacks see the logs; what a subclass adds is averaged.
     - `evaluate`, `predict`, `save_model`, `_save_checkpoint`: called directly inside a round, they close it first.
 
     Args:
@@ -108,6 +109,8 @@ class TrainerBinding:
         self._accelerator_patches: Patches | None = None
         self._bound_accelerator: Accelerator | None = None
         self._saving_checkpoint = False
+        self._given_logs: frozenset[str] | None = None
+        self._all_ranks_log = False
         self.steps = GroupSteps(trainer, parallelism, self._count_tokens)
 
     def install(self, before_train: Callable[[], None], after_train: Callable[[], None]) -> None:
@@ -202,6 +205,11 @@ class TrainerBinding:
 
     def _call_event(self, original: Method) -> Method:
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if event == "on_log" and self._given_logs is not None:
+                averaged = average_over_ranks(kwargs["logs"], self._given_logs)
+                # Trainer has a copy in its history already.
+                for logs in (kwargs["logs"], state.log_history[-1]):
+                    logs.update(averaged)
             control = original(event, args, state, control, **kwargs)
             if event == "on_train_begin":
                 self._begin_session()
@@ -215,7 +223,12 @@ class TrainerBinding:
 
     def _maybe_log_save_evaluate(self, original: Method) -> Method:
         def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
+            # A log from here is one of all ranks; inside a round there is none.
+            self._all_ranks_log = self.session is not None and not self.session.in_round
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._all_ranks_log = False
             if self.session is not None:
                 self.session.after_border(self.trainer.control)
             return result
@@ -226,7 +239,12 @@ class TrainerBinding:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.session is not None:
                 logs.update(self.session.take_pending_logs())
-            return original(logs, *args, **kwargs)
+            if self._all_ranks_log and adds_to_logs(self.trainer):
+                self._given_logs = frozenset(logs)
+            try:
+                return original(logs, *args, **kwargs)
+            finally:
+                self._given_logs = None
 
         return log
 

@@ -112,7 +112,7 @@ class FedAvgCallback(TrainerCallback):
         """
         self._release()
         state = trainer.accelerator.state
-        agree_on_launch(trainer, type(self), self.config)
+        agree_on_launch(trainer, FedAvgCallback, self.config)
         layout = layout_for(self.config, state.num_processes, stated_sizes(state.parallelism_config))
         self._bound_to = trainer
         check_seam(Trainer, "_load_callback_state", ())

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,6 +160,28 @@ def clean_up(run_dir: Path) -> None:
         shutil.rmtree(parent, ignore_errors=True)
     for parent in run_dir.glob(f"{_REMOVING}*"):
         shutil.rmtree(parent, ignore_errors=True)
+
+
+def check_writable(run_dir: Path) -> None:
+    """
+    Finds out now, and not at the first checkpoint hours later, whether a checkpoint could be written.
+
+    Args:
+        run_dir (`Path`):
+            The folder of the checkpoints. Called on one rank, before training.
+
+    Raises:
+        OSError: If nothing can be made in it; the message has the way out.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".probe-", dir=run_dir):
+            pass
+    except OSError as problem:
+        raise OSError(
+            f"Nothing can be written to output_dir={str(run_dir)!r} ({problem}). Choose another output_dir, or save "
+            "nothing (save_strategy='no')."
+        ) from problem
 
 
 def rotate(run_dir: Path, limit: int | None, keep: list[Path]) -> None:

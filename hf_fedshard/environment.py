@@ -1,4 +1,4 @@
-"""The only module that reads the process environment: our own `FEDSHARD_*` variables and what the launcher left."""
+"""The only module that touches the process environment: our own `FEDSHARD_*` variables and what the launcher left."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ def launch_asks_for_fsdp() -> bool:
 def launch_forces_cpu() -> bool:
     """Whether the launcher tells its processes to leave the accelerators alone (`ACCELERATE_USE_CPU`)."""
     return _flag("ACCELERATE_USE_CPU")
+
+
+def force_cpu() -> None:
+    """Tells Accelerate and Trainer of this process to leave the accelerators alone (`ACCELERATE_USE_CPU`)."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
 def launched_auto_wrap_policy() -> str | None:

@@ -48,6 +48,8 @@ class GroupOps:
         """Concatenates each tensor of a nested structure over the ranks on the first dimension."""
 
         def gather_one(value: torch.Tensor) -> torch.Tensor:
+            # Detached: a collective writes into views, which autograd refuses.
+            value = value.detach()
             value = value.clone()[None] if value.ndim == 0 else value
             wire = to_wire(value, value.device)
             out = wire.new_empty((self.group.size() * wire.shape[0], *wire.shape[1:]))
@@ -75,7 +77,7 @@ class GroupOps:
         """Sums or averages each tensor of a nested structure over the ranks, as a copy."""
 
         def reduce_one(value: torch.Tensor) -> torch.Tensor:
-            value = value.clone()
+            value = value.detach().clone()
             if reduction == "none":
                 return value
             op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM

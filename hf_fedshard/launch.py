@@ -6,7 +6,9 @@ from typing import Any
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from . import environment
 from .config import FederationConfig
@@ -77,6 +79,36 @@ def check_launch(state: AcceleratorState) -> None:
         raise ValueError(
             "mixed_precision=fp16 on CPU gets neither autocast nor a gradient scaler from Accelerate. Use bf16, or no "
             "mixed precision."
+        )
+
+
+def check_wrapping(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
+    """
+    Refuses layers to shard that hold the input embedding: Accelerate 1.15 shards it on its own, then a second time.
+
+    Args:
+        model (`nn.Module`):
+            The model, not yet prepared.
+        plugin (`FullyShardedDataParallelPlugin`):
+            The plugin in force.
+
+    Raises:
+        ValueError: With the launch option that leaves them out.
+    """
+    policy = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy)
+    if policy is not transformer_auto_wrap_policy:
+        return
+    names = set(plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or ())
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    holders = {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__ in names and any(inner is embedding for inner in module.modules())
+    }
+    if holders:
+        raise ValueError(
+            f"{', '.join(sorted(holders))} holds the input embedding, which Accelerate shards on its own, and so cannot be "
+            f"a layer to shard. Launch with --fsdp_transformer_layer_cls_to_wrap {','.join(sorted(names - holders))}."
         )
 
 

@@ -32,7 +32,7 @@ from .checkpoint import (
     save_federation,
     together,
 )
-from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints, rotate
+from .checkpoint_folder import Staging, check_whole, check_writable, clean_up, list_checkpoints, rotate
 from .config import FederationConfig
 from .group_checkpoint import load_buffers, load_progress
 from .manifest import CheckpointError
@@ -137,9 +137,11 @@ class TrainerCheckpoints:
             if dist.get_rank() == 0:
                 try:
                     clean_up(run_dir)
+                    if str(getattr(self.trainer.args.save_strategy, "value", self.trainer.args.save_strategy)) != "no":
+                        check_writable(run_dir)
                 except OSError as problem:
                     error = problem
-            together("Cleaning the output directory", error)
+            together("Preparing the output directory", error)
             self.progress, self.inside, self.pending_evaluation = {}, None, False
             self.resumed_from = None
             if not resume_from_checkpoint:

@@ -24,10 +24,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
-from clm_arguments import MODELS_FOLDER, read_args_file
+from clm_arguments import MODELS_FOLDER
 from hf_fedshard import FederatedParallelismConfig, FederationConfig
 from hf_fedshard.exchange import plan_exchange
 from hf_fedshard.shards import local_shards
+from recipe_arguments import read_args_file
 
 
 @dataclass

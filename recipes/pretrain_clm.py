@@ -8,13 +8,11 @@ saves a model that `AutoModelForCausalLM.from_pretrained` loads, and reports the
 `recipes/README.md` lists the options and the presets.
 """
 
-import warnings
+from dataclasses import dataclass
 from typing import Any
 
-import datasets
 import torch
-import transformers
-from accelerate import PartialState
+from datasets import concatenate_datasets
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import (
     AutoConfig,
@@ -22,15 +20,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainerCallback,
     set_seed,
 )
 
 from clm_arguments import ModelArguments, RecipeArguments, parse_arguments
-from clm_data import AnyDataset, collate_blocks, load_texts, pack
+from clm_data import collate_blocks, pack
 from clm_metrics import make_compute_metrics, sequence_losses
+from clm_parts import OwnPerplexity, part_of_this_group, split_parts
 from clm_tokenizer import load_tokenizer
-from hf_fedshard import FedAvgCallback, shutdown
+from hf_fedshard import shutdown
+from recipe_data import AnyDataset, load_rows
+from recipe_run import make_callbacks, quiet_console, run
 
 
 def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -66,16 +66,26 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
     return model
 
 
-def quiet_console() -> None:
-    """Leaves progress bars to one process a node, and drops a warning that no user can act on."""
-    if not PartialState().is_local_main_process:
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
-    # Accelerate slices its own mesh in a way that PyTorch is about to change.
-    warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+@dataclass
+class Blocks:
+    """
+    The data of a run.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer.
+        train (`AnyDataset`):
+            Blocks that this rank's group trains on.
+        evaluation (`AnyDataset` or `dict[str, Dataset]`, *optional*):
+            Blocks to evaluate on; by part if there are parts.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: AnyDataset
+    evaluation: Any
 
 
-def prepare_data(args: RecipeArguments) -> tuple[PreTrainedTokenizerBase, AnyDataset, AnyDataset | None]:
+def prepare_data(args: RecipeArguments) -> Blocks:
     """
     Prepares the tokenizer and the blocks. The first process of each node fills the cache that the others read, all of it
     before training: inside a round no group may wait for another.
@@ -85,61 +95,56 @@ def prepare_data(args: RecipeArguments) -> tuple[PreTrainedTokenizerBase, AnyDat
             The arguments of the run.
 
     Returns:
-        `tuple[PreTrainedTokenizerBase, AnyDataset, AnyDataset | None]`: Tokenizer, training and evaluation blocks.
+        `Blocks`: Tokenizer, training and evaluation blocks.
     """
+    data = args.data
     with args.training.main_process_first(desc="loading the texts"):
-        train_texts, eval_texts = load_texts(args.data, args.training.seed)
-    tokenizer = load_tokenizer(args.model, train_texts, args.data.text_column, args.data.block_size)
+        train_texts, eval_texts = load_rows(data, args.training.seed)
+    tokenizer = load_tokenizer(args.model, train_texts, data.text_column, data.block_size)
+
+    def pack_parts(texts: Any, limit: int | None) -> dict[str, Any]:
+        assert data.part_column is not None and data.part_bounds is not None, "DataArguments asks for both"
+        parts = split_parts(texts, data.part_column, data.part_bounds)
+        return {name: pack(part, tokenizer, data, limit) for name, part in parts.items()}
+
     with args.training.main_process_first(desc="packing the blocks"):
-        train_blocks = pack(train_texts, tokenizer, args.data, limit=None)
-        eval_blocks = None
-        if eval_texts is not None:
-            eval_blocks = pack(eval_texts, tokenizer, args.data, limit=args.data.max_eval_blocks)
-    return tokenizer, train_blocks, eval_blocks
+        if data.part_column is None:
+            train = pack(train_texts, tokenizer, data, limit=None)
+            evaluation = None if eval_texts is None else pack(eval_texts, tokenizer, data, limit=data.max_eval_blocks)
+            return Blocks(tokenizer, train, evaluation)
+        train_parts = pack_parts(train_texts, None)
+        eval_parts = None if eval_texts is None else pack_parts(eval_texts, data.max_eval_blocks)
+    if not args.federation.federated:
+        return Blocks(tokenizer, concatenate_datasets(list(train_parts.values())), eval_parts)
+    return Blocks(tokenizer, part_of_this_group(train_parts), eval_parts)
 
 
-def make_trainer(args: RecipeArguments) -> Trainer:
+def make_trainer(args: RecipeArguments, blocks: Blocks) -> Trainer:
     """
     Makes the Trainer: an ordinary one, with one callback more if the run is federated.
 
     Args:
         args (`RecipeArguments`):
             The arguments of the run.
+        blocks (`Blocks`):
+            Its data.
 
     Returns:
         `Trainer`: Trainer that is ready to train.
     """
-    tokenizer, train_blocks, eval_blocks = prepare_data(args)
     with args.training.main_process_first(desc="loading the metric"):
         compute_metrics = make_compute_metrics()
-    callbacks: list[TrainerCallback] = []
-    if args.federation.federated:
-        callbacks.append(FedAvgCallback(num_groups=args.federation.num_groups, sync_every=args.federation.sync_every))
     return Trainer(
-        model=make_model(args.model, tokenizer),
+        model=make_model(args.model, blocks.tokenizer),
         args=args.training,
-        train_dataset=train_blocks,
-        eval_dataset=eval_blocks,
+        train_dataset=blocks.train,
+        eval_dataset=blocks.evaluation,
         data_collator=collate_blocks,
-        processing_class=tokenizer,
+        processing_class=blocks.tokenizer,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=sequence_losses,
-        callbacks=callbacks,
+        callbacks=make_callbacks(args.federation),
     )
-
-
-def save_full_model(trainer: Trainer) -> None:
-    """
-    Saves the model in one piece, and its tokenizer, whatever kind of state dict the checkpoints of the run have.
-
-    Args:
-        trainer (`Trainer`):
-            Trainer at the end of training.
-    """
-    # Trainer writes nothing, and says nothing, if the state dict type is a sharded one.
-    if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model()
 
 
 @record  # the launcher's last lines then show what went wrong on the first rank that failed
@@ -148,18 +153,22 @@ def main() -> None:
     args = parse_arguments()
     quiet_console()
     set_seed(args.training.seed)
-    trainer = make_trainer(args)
-
-    result = trainer.train(resume_from_checkpoint=args.training.resume_from_checkpoint)
-    trainer.save_metrics("train", result.metrics)
-    trainer.save_state()
-    save_full_model(trainer)
-
-    if trainer.eval_dataset is not None:
-        metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
-        if trainer.is_world_process_zero():
-            print(f"perplexity {metrics['eval_perplexity']:.1f} on {metrics['eval_num_tokens']:,} held-out tokens")
+    blocks = prepare_data(args)
+    trainer = make_trainer(args, blocks)
+    own = None
+    if args.data.part_column is not None and args.federation.federated and blocks.evaluation is not None:
+        own = OwnPerplexity(blocks.evaluation, args.training.per_device_eval_batch_size)
+        own.trainer = trainer
+        trainer.add_callback(own)
+    metrics = run(trainer, evaluate_first=args.model.model_name_or_path is not None)
+    if own is not None:
+        results = own.results()
+        trainer.save_metrics("own", results)
+        metrics |= results
+    if trainer.is_world_process_zero():
+        for name, value in metrics.items():
+            if name.endswith("perplexity"):
+                print(f"{name.removesuffix('_perplexity')}: perplexity {value:.1f}")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,16 @@ def world8() -> Iterator[WorkerPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def worlds(world4: WorkerPool, world8: WorkerPool) -> Iterator[dict[int, list[WorkerPool]]]:
+    """Worlds by their number of ranks, for tests that need several of a size. A test adds what it lacks."""
+    pools = {4: [world4], 8: [world8]}
+    yield pools
+    for pool in (pool for of_size in pools.values() for pool in of_size):
+        if pool not in (world4, world8):
+            pool.close()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Type of device for a body: the same body runs on both."""

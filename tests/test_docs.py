@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import yaml
 
 from hf_fedshard import FederationConfig
 from hf_fedshard.export import make_parser
+from hf_fedshard.run import make_parser as make_run_parser
 from tests.harness.launch_env import launch_env
 from tests.harness.pool import WorkerPool
 
@@ -97,8 +99,13 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         _check_start_on_several_nodes(words)
     else:
         assert words[:2] == ["pip", "install"], words
-        assert Path("setup.cfg").is_file()
-        assert words[-1] in (".", ".[recipes]")
+        if words[-2] == "-r":
+            assert Path(words[-1]).is_file()
+        else:
+            extras = set(re.findall(r"\w+", words[-1]))
+            section = (ROOT / "setup.cfg").read_text().split("[options.extras_require]")[1]
+            assert words[-1].startswith(".")
+            assert extras <= set(re.findall(r"^(\w+) =", section, re.M))
 
 
 def _check_launch(words: list[str]) -> None:
@@ -111,6 +118,10 @@ def _check_launch(words: list[str]) -> None:
     args, _, _ = _validate_launch_command(args)
     size = int(args.parallelism_config_dp_replicate_size) * int(args.parallelism_config_dp_shard_size)
     assert size == args.num_processes
+    if script == "hf_fedshard.run":
+        assert args.module
+        _, rest = make_run_parser().parse_args_into_dataclasses(script_args, look_for_args_file=False)
+        script, script_args = rest.script, rest.script_args
     if script not in SCRIPTS_OF_THE_USER:
         _check_script(script, script_args)
 
@@ -141,12 +152,18 @@ def _check_script(script: str, words: list[str]) -> None:
     from transformers import HfArgumentParser, TrainingArguments
 
     assert Path(script).is_file()
-    if script.endswith("pretrain_clm.py"):
-        from clm_arguments import parse_arguments
-
+    name = Path(script).stem
+    if name in ("sotu_tasks", "unpack_models", "merge_adapter"):
+        importlib.import_module(name).make_parser().parse_args(words)
+    elif name in ("pretrain_clm", "pretrain_clm_no_trainer", "classify_sequences", "sft_chat"):
+        parsers = {
+            "pretrain_clm": "clm_arguments",
+            "pretrain_clm_no_trainer": "loop_arguments",
+            "sft_chat": "sft_arguments",
+        }
         # Its own checks need the hardware that the command is for.
         with mock.patch.object(TrainingArguments, "__post_init__", lambda self: None):
-            parse_arguments(words)
+            importlib.import_module(parsers.get(name, name)).parse_arguments(words)
     elif script.endswith("dry_run.py"):
         from dry_run import DryRunArguments
 

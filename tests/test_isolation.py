@@ -143,7 +143,8 @@ class GatheringTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         rank, accelerator = dist.get_rank(), self.accelerator
-        mine = torch.tensor([float(rank)])
+        # Part of the graph, and a view, as the log-probabilities of DPO are.
+        mine = torch.tensor([float(rank), 0.0], requires_grad=True).split(1)[0]
         ragged = torch.full((rank + 1, 2), float(rank))
         padded = accelerator.pad_across_processes(ragged, dim=0, pad_index=-1)
         found = [

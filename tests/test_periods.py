@@ -137,7 +137,7 @@ def test_by_time_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync_every": "2x1,1x2,3", "save_steps": 3, "step": 4},
+        {"sync_every": "2x1,1x2,3", "save_steps": 3, "step": 3},
         {"sync_every": "drift", "max_drift": 5e-3, "max_sync_every": 4, "save_steps": 1, "step": 4},
         pytest.param({"sync_every": "auto", "min_sync_every": 2, "max_sync_every": 2}, marks=pytest.mark.slow),
     ],

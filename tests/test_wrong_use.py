@@ -119,6 +119,22 @@ def test_callback_given_twice(world4: WorkerPool, tmp_path: Path) -> None:
     check(world4.run_failing(_twice, str(tmp_path), env=HSDP, init_group=False), "ValueError", "2 times", "once")
 
 
+def _bert(folder: str) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=99
+    )
+    _make(folder, model=BertForMaskedLM(config))
+
+
+def test_layers_that_hold_the_embedding(world4: WorkerPool, tmp_path: Path) -> None:
+    """Accelerate's own default for BERT, which fails in `prepare` for a reason that nobody would guess."""
+    env = fsdp_launch_env(2, 2, wrap_cls=None, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+    errors = world4.run_failing(_bert, str(tmp_path), env=env, init_group=False)
+    check(errors, "ValueError", "BertEmbeddings holds the input", "--fsdp_transformer_layer_cls_to_wrap BertLayer.")
+
+
 def _deepspeed(folder: str) -> None:
     from accelerate.utils import DistributedType
 
