@@ -187,7 +187,7 @@ class TrainerBinding:
             self.preemption.begin()
         inside = self.checkpoints.inside
         self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, inside)
-        self.session.unique_share = self.steps.unique_share
+        self.session.rounds.unique_share = self.steps.unique_share
         if inside is None:
             self.session.resume(self.checkpoints.progress)
         averager = self.checkpoints.averager = self.session.rounds.averager

@@ -152,16 +152,20 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         schedule = {"gradient_accumulation_steps": accumulation, "num_training_steps": num_training_steps}
         agree("the launch", {**versions(), **schedule}, error)
         seed = shared_seed(accelerator.device)
+        shares: set[float] = set()
         for dataloader in accelerator._dataloaders:
             keep_generators_in_step(dataloader)
             draw_in_one_order(dataloader, accelerator.dataloader_config.data_seed or seed)
             for own in self._own_data:
                 if own.dataset is _read_by(dataloader):
                     share_inside_group(dataloader, own)
+                    shares.add(own.unique_share)
         mesh = self.parallelism_config.mesh
         chosen = optimizers or accelerator._optimizers
         inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
         rounds = Rounds(model, mesh, self.federation_config, inner, num_training_steps=num_training_steps)
+        if len(shares) == 1:  # of several sets, who hands counts over knows which is meant
+            rounds.unique_share = shares.pop()
         place = Place(mesh.layout, mesh.group_index, mesh.group)
         AcceleratorCheckpoints(accelerator, rounds, place, self.federation_config.optimizer_on_reshape)
         if mesh.layout.num_groups > 1:

@@ -93,6 +93,8 @@ class Rounds:
         self.num_optimizer_steps = 0
         self.counts_updates = False
         """Whether somebody other than the guard tells of every optimizer step."""
+        self.unique_share = 1.0
+        """How much of the data counts as new for the weights, where a group repeats its own: see [`OwnData`]."""
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
         reshard(model)
@@ -170,8 +172,8 @@ class Rounds:
         self.steps += 1
         self.course.num_steps += 1
         self._tally.tokens += tokens
-        self._tally.labels += tokens if labels is None else labels
-        self._tally.samples += samples
+        self._tally.labels += self.unique_share * (tokens if labels is None else labels)
+        self._tally.samples += self.unique_share * samples
         if loss is not None:
             self.add_loss(loss)
         return self.is_due

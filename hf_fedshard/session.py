@@ -65,8 +65,6 @@ class TrainingSession:
         self.config = config
         self.preemption = preemption
         self.in_round = False
-        self.unique_share = 1.0
-        """How many of the samples count as new ones, where a group repeats its data."""
         for attribute in TRAINER_COUNTERS:
             check_attribute(trainer, attribute)
         agree_on_training(trainer, at_border=inside is None)
@@ -367,9 +365,7 @@ class TrainingSession:
     def _count_steps(self, state: TrainerState) -> None:
         # By `global_step`, not by updates: a gradient scaler may skip an update in one group only.
         while self._counted < state.global_step:
-            # Repeated data is trained on again, but makes no new weight.
-            share = self.unique_share
-            self.rounds.count_step(tokens=self._tokens, samples=self._samples * share, labels=self._labels * share)
+            self.rounds.count_step(tokens=self._tokens, samples=self._samples, labels=self._labels)
             self._tokens = self._samples = self._labels = 0.0
             self._counted += 1
 

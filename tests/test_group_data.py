@@ -12,7 +12,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from hf_fedshard import GroupData, group_dataset, rounds
+from hf_fedshard import FedAvgCallback, GroupData, group_dataset, rounds
 from hf_fedshard.closing import make_row
 from hf_fedshard.own_data import EndlessStream
 from tests.harness.comparison import assert_matches, refer
@@ -141,8 +141,8 @@ def test_resumed_in_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
     assert_resumes(world8, tmp_path, step=8, num_groups=2, data=data_to_resume("map"))
 
 
-def counted(folder: str, data: Any) -> list[tuple[float, float]]:
-    """Samples and tokens of this rank in each round."""
+def counted(folder: str, data: Any) -> tuple[list[tuple[float, float]], list[float]]:
+    """Samples and tokens of this rank in each round; and what group 1 counted in their averages, where that differs."""
     forget_meshes()
     found = []
 
@@ -152,17 +152,21 @@ def counted(folder: str, data: Any) -> list[tuple[float, float]]:
         return values
 
     with mock.patch.object(rounds, "make_row", row):
-        tiny_trainer(folder, train_dataset=data, per_device_train_batch_size=2, sync_every=3, max_steps=6).train()
-    return found
+        callback = FedAvgCallback(num_groups=2, sync_every=3, group_weights="samples")
+        options = {"train_dataset": data, "per_device_train_batch_size": 2, "max_steps": 6}
+        trainer = tiny_trainer(folder, federated=False, before=(callback,), **options)
+        trainer.train()
+    key = "fedshard/weight/group_1"
+    return found, [row[key] for row in trainer.state.log_history if key in row]
 
 
 def test_counts_are_true(world4: WorkerPool, tmp_path: Path) -> None:
     """A sample that is drawn three times in an epoch counts as one of the epoch: over it the sum is the group's size."""
     ranks = world4.run(counted, str(tmp_path), group_dataset(parts(24, 8)), env=FL_FSDP, limit_seconds=LIMIT)
     for rank, samples in zip(ranks, (6, 6, 2, 2), strict=True):
-        assert rank == [pytest.approx((samples, 72))] * 2
+        assert rank == ([pytest.approx((samples, 72))] * 2, [0.3333, 0.3333])
     ranks = world4.run(counted, str(tmp_path), None, env=FL_FSDP, limit_seconds=LIMIT)
-    assert [rank[0] for rank in ranks] == [(6, 72)] * 4
+    assert ranks == [([(6, 72)] * 2, [])] * 4
 
 
 def loop(kind: str, through_plugin: bool = True) -> list[int]:

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one group": ({"num_groups": 1}, "same federation.*1 groups x 2 replicas.*hf_fedshard.export"),
     "another period": ({"sync_every": 8}, "sync_every=4, this is 8"),
     "a part": ({"resume": "checkpoint-5/group_00001"}, "is the part of one group"),
-    "fewer steps": ({"max_steps": 7}, "stands at step 7, and the run ends at step 7"),
+    "fewer steps": ({"max_steps": 7}, "stands at step 7, 3 steps into a round, and the run ends at step 7"),
 }
 
 
