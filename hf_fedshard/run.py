@@ -61,10 +61,10 @@ def make_parser() -> HfArgumentParser:
     for item in dataclasses.fields(FederationConfig):
         default = "" if item.default is None else f", else {item.default}"
         text = f"{helps.get(item.name, '')} Default: {environment.PREFIX}{item.name.upper()}{default}."
+        # What can be a text is one on a command line; the configuration reads it.
+        kind = str if str in typing.get_args(hints[item.name]) else hints[item.name]
         # `None` unless given: else a default of this parser would beat the environment.
-        options.append(
-            (item.name, hints[item.name] | None, dataclasses.field(default=None, metadata={"help": text.strip()}))
-        )
+        options.append((item.name, kind | None, dataclasses.field(default=None, metadata={"help": text.strip()})))
     parser = HfArgumentParser(
         dataclasses.make_dataclass("FederationOptions", options),  # type: ignore[arg-type]
         prog="python -m hf_fedshard.run",

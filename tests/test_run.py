@@ -46,7 +46,8 @@ def test_every_setting_is_an_option() -> None:
         ["--sync_every", "3", "--timeout_seconds", "1.5", "script.py", "--sync_every", "4", "-m", "--"]
     )
     given = {name: value for name, value in vars(options).items() if value is not None}
-    assert given == {"sync_every": 3, "timeout_seconds": 1.5}
+    assert given == {"sync_every": "3", "timeout_seconds": 1.5}
+    assert FederationConfig.from_arguments(**given).sync_every == 3
     assert rest.script == "script.py"
     assert rest.script_args == ["--sync_every", "4", "-m", "--"]
     fields = {item.name for item in dataclasses.fields(FederationConfig)}
@@ -56,6 +57,15 @@ def test_every_setting_is_an_option() -> None:
     assert set(helps) == fields
     for text in helps.values():
         assert " ".join(text.split()[:5]) in " ".join(make_parser().format_help().split())
+
+
+def test_lists_and_texts_are_options() -> None:
+    words = {"sync_every": "4x50,*2", "outer_optimizer": "fedavgm", "outer_options": "momentum=0.8"}
+    words |= {"group_weights": "tokens", "local_parameters": "head.*,re:norm"}
+    given = [word for name, text in words.items() for word in (f"--{name}", text)]
+    (options, _) = make_parser().parse_args_into_dataclasses([*given, "script.py"])
+    assert {name: value for name, value in vars(options).items() if value is not None} == words
+    FederationConfig.from_arguments(**words)
 
 
 def test_default_callbacks_are_put_back() -> None:
