@@ -11,7 +11,7 @@ from transformers.trainer_utils import has_length
 from .config import FederationConfig
 from .group_data import GroupData, wrong_number
 from .handshake import agree
-from .launch import FSDP1_ERROR, check_launch, check_wrapping, layout_for, stated_sizes
+from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, check_wrapping, layout_for, stated_sizes
 from .parallelism import FederatedParallelismConfig
 from .upstream_limits import check_upstream_limits
 from .versions import versions
@@ -50,6 +50,7 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
         _check_trainer(trainer, callback_type)
         _check_given_federation(state.parallelism_config, config)
         layout = layout_for(config, state.num_processes, stated_sizes(state.parallelism_config))
+        check_synchronous_steps(config, layout, state.mixed_precision)
         data = trainer.train_dataset
         if isinstance(data, GroupData) and layout.num_groups not in (1, data.num_groups):
             raise ValueError(wrong_number(data, layout.num_groups))

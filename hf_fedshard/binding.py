@@ -210,6 +210,8 @@ class TrainerBinding:
                 # Trainer has a copy in its history already.
                 for logs in (kwargs["logs"], state.log_history[-1]):
                     logs.update(averaged)
+            if self.session is not None:
+                self.session.before_event(event)
             control = original(event, args, state, control, **kwargs)
             if event == "on_train_begin":
                 self._begin_session()

@@ -153,14 +153,17 @@ class Course:
         periods = {"sync_every": self.config.sync_every, "shape": shape, **self.periods.state_dict()}
         return {"steps": self.num_steps, "periods": periods}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], inside: bool = False) -> None:
         """
-        Goes on from a checkpoint's place. Collective over the world where synchronous steps at the end go on.
+        Goes on from a checkpoint's place. Collective over the world where synchronous steps at the end go on, and only at a
+        border.
 
         Args:
             state (`Mapping[str, Any]`):
                 From [`~Course.state_dict`]. With another `sync_every`, or another shape of the world where the period was
                 measured, the periods begin anew.
+            inside (`bool`, defaults to `False`):
+                Whether the place is inside a round, whose steps are then the group's own.
         """
         self.num_steps = int(state.get("steps", 0))
         self.periods = make_periods(self.config)
@@ -169,7 +172,10 @@ class Course:
         if stored.pop("shape", "") in ("", str(self.mesh.layout)) and same:
             self.periods.load_state_dict(stored)
         self.synchronous = False
-        self.begin()
+        if not inside:
+            self.begin()
+        elif self._gradients is not None:
+            self._gradients.switch(False)
 
     def release(self) -> None:
         """Takes the hooks out of the model."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from .checkpoint import GroupState, OuterState, Place, save_federation, together
 from .checkpoint_folder import SAVING, put_in_place, sync_tree
-from .manifest import FEDERATION_FOLDER, read_json, write_json, write_manifest
+from .manifest import FEDERATION_FOLDER, CheckpointError, read_json, write_json, write_manifest
 from .parts import PART, all_there, complete, part_name
 from .selection import plain_name
 from .shards import persistent_buffers
@@ -143,15 +143,23 @@ def load_progress(part: Path) -> dict[str, Any]:
 
 def _finish(parent: Path, final: Path) -> None:
     """Makes the parts the checkpoint, in the group that finds all of them first."""
-    if not all_there(parent / final.name):
-        logger.info("Saved a part of %s; the other groups have not yet.", final)
-        return
+    folder = parent / final.name
     try:
+        if not all_there(folder):
+            logger.info("Saved a part of %s; the other groups have not yet.", final)
+            return
         (parent / _CLAIM).mkdir()  # two groups may see the last part at once; one of them makes the folder
     except FileExistsError:
         return
-    complete(parent / final.name)
-    put_in_place(parent / final.name, final)
+    except (OSError, CheckpointError):
+        # This group's part is in the folder: if that is gone between two looks, another group has found all parts there
+        # and has given it its name.
+        if folder.exists():
+            raise
+        return
+    # The claim of the group that has finished may be deleted, and made again here, before the folder around it is.
+    if complete(folder):
+        put_in_place(folder, final)
     shutil.rmtree(parent, ignore_errors=True)
 
 

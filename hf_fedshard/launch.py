@@ -82,6 +82,29 @@ def check_launch(state: AcceleratorState) -> None:
         )
 
 
+def check_synchronous_steps(config: FederationConfig, layout: FederationLayout, mixed_precision: str) -> None:
+    """
+    Refuses synchronous steps at the end where each group scales its gradients by a factor of its own.
+
+    Args:
+        config ([`FederationConfig`]):
+            The settings.
+        layout ([`FederationLayout`]):
+            The federation.
+        mixed_precision (`str`):
+            Accelerate's.
+
+    Raises:
+        ValueError: If they were asked for.
+    """
+    if config.sync_steps_at_end and mixed_precision == "fp16" and layout.num_groups > 1:
+        raise ValueError(
+            f"sync_steps_at_end={config.sync_steps_at_end} with mixed_precision=fp16: the gradient scaler of each group has "
+            "found a scale of its own by then, and gradients of different scales cannot be averaged. Set sync_steps_at_end "
+            "to 0, or mixed_precision to bf16 or no; sync_steps_at_start works with fp16."
+        )
+
+
 def check_wrapping(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
     """
     Refuses layers to shard that hold the input embedding: Accelerate 1.15 shards it on its own, then a second time.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import DESCRIPTION_NAME, read_description
-from .config import FederationLayout
+from .config import FederationConfig, FederationLayout
 from .manifest import MANIFEST_NAME, CheckpointError, find_damage, read_json, write_json, write_manifest
 
 
@@ -92,17 +93,39 @@ def is_undamaged(folder: Path) -> bool:
         return False
 
 
-def check_same_run(folder: Path, layout: FederationLayout, sync_every: int | str) -> None:
+def describe_course(config: FederationConfig, max_steps: int) -> dict[str, Any]:
+    """
+    What decides where rounds end and which steps are synchronous: a part is resumed with the same only.
+
+    Args:
+        config ([`FederationConfig`]):
+            The settings.
+        max_steps (`int`):
+            Steps of the whole run.
+    """
+    return {
+        "sync_every": config.sync_every,
+        "sync_steps_at_start": config.sync_steps_at_start,
+        "sync_steps_at_end": config.sync_steps_at_end,
+        "max_steps": max_steps,
+    }
+
+
+def check_same_run(
+    folder: Path, layout: FederationLayout, config: FederationConfig, max_steps: int | None = None
+) -> None:
     """
     Refuses to resume from parts in another shape: the groups stand at different steps, and hold different models.
 
     Args:
         folder (`Path`):
-            The checkpoint.
+            The checkpoint, or one of its parts.
         layout ([`FederationLayout`]):
             The federation that is to resume.
-        sync_every (`int` or `str`):
-            Its periods.
+        config ([`FederationConfig`]):
+            Its settings.
+        max_steps (`int`, *optional*):
+            Steps of the whole run, if they are known yet. They matter where synchronous steps are counted from the end.
 
     Raises:
         CheckpointError: If anything differs; the message says what to do.
@@ -112,13 +135,22 @@ def check_same_run(folder: Path, layout: FederationLayout, sync_every: int | str
     differs = []
     if then != layout:
         differs.append(f"it was saved by {then}, this is {layout}")
-    if saved["sync_every"] != sync_every:
-        differs.append(f"it was saved with sync_every={saved['sync_every']}, this is {sync_every}")
+    course = describe_course(config, saved["max_steps"] if max_steps is None else max_steps)
+    if not config.sync_steps_at_end:
+        course["max_steps"] = saved["max_steps"]
+    differs += [
+        f"it was saved with {name}={saved[name]}, this is {value}"
+        for name, value in course.items()
+        if saved[name] != value
+    ]
     if differs:
+        # A part holds the step of its group alone.
+        step = saved["global_step"]
+        steps = f" (steps {', '.join(map(str, step))})" if isinstance(step, list) else ""
         raise CheckpointError(
             f"{folder} was saved inside a round, when the run was ended before its time: every group stands at a step of "
-            f"its own (steps {', '.join(map(str, saved['global_step']))}) and holds a model of its own, so only the same "
-            f"federation can resume from it; {'; '.join(differs)}. Resume as it was saved and change the shape from the "
+            f"its own{steps} and holds a model of its own, so only the same federation can resume from it; "
+            f"{'; '.join(differs)}. Resume as it was saved and change the settings from the "
             "next checkpoint on; or resume from an older checkpoint; or start from the average of the groups, which "
             f"`python -m hf_fedshard.export {folder} OUTPUT` writes."
         )

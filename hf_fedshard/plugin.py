@@ -20,7 +20,7 @@ from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_
 from .group_data import GroupData
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
-from .launch import FSDP1_ERROR, check_launch, layout_for
+from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, layout_for
 from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
@@ -187,9 +187,11 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
                 "The Accelerator was not made with this plugin's parallelism_config. Write "
                 "`Accelerator(fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)`."
             )
+        layout = self.parallelism_config.mesh.layout
+        check_synchronous_steps(self.federation_config, layout, accelerator.state.mixed_precision)
         for dataloader in accelerator._dataloaders:
             refuse_dispatched_batches(dataloader)
-            if isinstance(_read_by(dataloader), GroupData) and self.parallelism_config.mesh.layout.num_groups > 1:
+            if isinstance(_read_by(dataloader), GroupData) and layout.num_groups > 1:
                 raise ValueError(
                     "A data loader reads the data of all groups. Write `DataLoader(plugin.group_data(data), ...)`: the dataset "
                     "of this process's group."

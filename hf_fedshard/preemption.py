@@ -34,6 +34,8 @@ PREEMPTED_EXIT_CODE = 143
 """What a process reports that was ended by SIGTERM: 128 + 15."""
 
 _POLL_SECONDS = 0.2
+# For the last ranks to save, when the time is over and the kill has not come yet.
+_LEAST_WAIT_SECONDS = 10.0
 _BORDER, _ALONE = b"border", b"alone"
 
 
@@ -201,14 +203,16 @@ class Preemption:
 
     def leave(self, num_ranks: int) -> None:
         """
-        Waits, when this rank has saved, until all ranks have, or until the time is over. Launchers end all processes as soon
-        as one has gone, and the store may live in one of them.
+        Waits, when this rank has saved, until all ranks have, or until the time is over, and some seconds in any case: whoever
+        goes takes the others with it, which may be about to finish. Launchers end all processes as soon as one has gone, and
+        the store may live in one of them.
 
         Args:
             num_ranks (`int`):
                 Ranks of the world.
         """
-        deadline = self._deadline if self._deadline is not None else time.monotonic() + self.grace_seconds
+        now = time.monotonic()
+        deadline = max(self._deadline or now + self.grace_seconds, now + _LEAST_WAIT_SECONDS)
         # The process that serves the store may be gone before the others have read the last number.
         with contextlib.suppress(RuntimeError):
             self.store.add("left", 1)

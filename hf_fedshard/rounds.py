@@ -95,6 +95,8 @@ class Rounds:
         """Whether somebody other than the guard tells of every optimizer step."""
         self.unique_share = 1.0
         """How much of the data counts as new for the weights, where a group repeats its own: see [`OwnData`]."""
+        self.border_seconds = 0.0
+        """How long an averaging takes: the last one, and before the first of this process a bound from the broadcast."""
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
         reshard(model)
@@ -122,7 +124,12 @@ class Rounds:
         assert isinstance(self.mesh, FederationMesh)
         agree_on_model(self.model, self.optimizers, self.mesh, self.config)
         if self.mesh.layout.num_groups > 1 and one_model:
+            started = time.perf_counter()
             broadcast_initial_state(self.model, self.mesh)
+            # The model has crossed the slow link once, and the proof that it arrived has waited for the device. An averaging
+            # sends up to twice as much, with both moments of the optimizer three times that.
+            factor = 2 if self.config.inner_moments == "keep" else 6
+            self.border_seconds = factor * (time.perf_counter() - started)
 
     def begin_step(self) -> None:
         """
@@ -268,23 +275,26 @@ class Rounds:
             "steps_in_round": self.steps,
             "num_optimizer_steps": self.num_optimizer_steps,
             "trained": self.averager.trained,
+            "border_seconds": self.border_seconds,
             "seconds": self._tally.seconds(),
             "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},
         }
 
     def restore_inside(self, state: Mapping[str, Any]) -> None:
         """
-        Told that the model was replaced by what this rank's group held inside a round.
+        Told that the model was replaced by what this rank's group held inside a round. Without communication: how many steps
+        are behind is different in each group, and so would be what they did about synchronous steps.
 
         Args:
             state (`Mapping[str, Any]`):
                 From [`~Rounds.state_inside`], of the same group.
         """
         self.round = state["round"]
-        self.course.load_state_dict(state)
+        self.course.load_state_dict(state, inside=True)
         self.steps = state["steps_in_round"]
         self.num_optimizer_steps = state["num_optimizer_steps"]
         self.averager.restart(state["trained"])
+        self.border_seconds = state["border_seconds"]
         self._tally = Tally(started=time.perf_counter() - state["seconds"], **state["tally"])
 
     @property
@@ -370,6 +380,8 @@ class Rounds:
             period=None if isinstance(self.config.sync_every, int) else self.course.period,
             synchronous=self.synchronous,
         )
+        if not self.synchronous:
+            self.border_seconds = metrics.sync_seconds
         slowest = max(rows["seconds"]) / group_size
         self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, metrics.drift))
         self._next_round()

@@ -19,14 +19,14 @@ from .metrics import RoundMetrics, exchange_rows
 from .preemption import TrainingPreempted
 from .rounds import Rounds
 from .seams import check_attribute
-from .trainer_preemption import TrainerPreemption
+from .trainer_preemption import TrainerPreemption, epoch_is_whole
 from .weights import count_batch
 
 
 logger = logging.get_logger(__name__)
 
 # Of Trainer, counted from the last log: exact logs need them where a run resumes inside a round.
-TRAINER_COUNTERS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+TRAINER_COUNTERS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 TO_END = "to end"
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 
@@ -65,7 +65,7 @@ class TrainingSession:
         self.config = config
         self.preemption = preemption
         self.in_round = False
-        for attribute in TRAINER_COUNTERS:
+        for attribute in (*TRAINER_COUNTERS, "_total_loss_scalar"):
             check_attribute(trainer, attribute)
         agree_on_training(trainer, at_border=inside is None)
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -94,6 +94,9 @@ class TrainingSession:
         self._pending_logs: dict[str, float] = {}
         self.last_round: RoundMetrics | None = None
         self._alone_at_epoch_end = False
+        self._epoch_has_ended = False
+        # Until the step that was begun there is counted, weights and counters may be one apart.
+        self._begun_at: int | None = None
         self._still_to_arrive = False
         if inside is not None:
             self._go_on_inside(inside)
@@ -128,6 +131,8 @@ class TrainingSession:
         for name, value in state["trainer"].items():
             held = getattr(trainer, name)
             setattr(trainer, name, value.to(held.device) if isinstance(held, torch.Tensor) else value)
+        # Trainer divides the sum of all losses by the steps of this process: those of the one before it are taken off.
+        trainer._total_loss_scalar = -trainer._tr_loss.item()
         self.in_round = True
         # Its last step is the next one, and the others are told before it.
         self._still_to_arrive = self._steps_left == 1
@@ -153,6 +158,18 @@ class TrainingSession:
         # Steps are Trainer's, also where the checkpoint is of a run without groups.
         self.rounds.restore({"round": 0, **state, "steps": self.trainer.state.global_step})
 
+    def before_event(self, event: str) -> None:
+        """
+        To be called ahead of all callbacks.
+
+        Args:
+            event (`str`):
+                Name of the event.
+        """
+        if event == "on_epoch_end":
+            # A stream may end inside an accumulation window: the step that was begun will not be made.
+            self._begun_at = None
+
     def after_event(self, event: str, state: TrainerState, control: TrainerControl) -> None:
         """
         To be called after all callbacks have had an event, so that no request can slip by.
@@ -168,6 +185,7 @@ class TrainingSession:
         if event == "on_epoch_begin":
             self.epoch += 1
             self._epoch_is_empty = True
+            self._epoch_has_ended = False
             # The epoch that was to be stopped is over.
             self._pending_flags.discard("should_epoch_stop")
         elif event == "on_step_begin":
@@ -224,10 +242,24 @@ class TrainingSession:
         """
         A border for what is called directly inside a round, `trainer.evaluate()` in a callback for example: the round
         is closed first. Like the call itself, this needs every rank to make it at the same step.
+
+        With pre-emption not in the middle of one: the border may never come, and what is saved instead would be trained
+        weights of a step that counts as not made.
+
+        Raises:
+            TrainingPreempted: If the run has saved already, to end before its time.
+            ValueError: On every rank, in the middle of a step, with pre-emption.
         """
-        if self._leaving:
-            raise TrainingPreempted("", self.trainer.state.global_step)
+        if self.preemption is not None and self.preemption.leaving:
+            raise TrainingPreempted(self.preemption.checkpoint, self.trainer.state.global_step)
         inside = self.in_round
+        if inside and self.preemption is not None and self._begun_at == self.trainer.state.global_step:
+            raise ValueError(
+                "evaluate(), predict(), save_model() or saving a checkpoint was called in the middle of optimizer step "
+                f"{self._begun_at + 1}, where the run cannot be ended: a callback's on_pre_optimizer_step, on_optimizer_step "
+                "and on_substep_end, or the loss. With enable_jit_checkpoint=True call it in on_step_end, or set that to "
+                "False."
+            )
         if inside:
             state = self.trainer.state
             self._count_steps(state)
@@ -268,6 +300,7 @@ class TrainingSession:
     def _begin_step(self) -> None:
         self._epoch_is_empty = False
         self._at_border = False
+        self._begun_at = self.trainer.state.global_step
         self.in_round = True
         if self._still_to_arrive:
             self._still_to_arrive = False
@@ -297,11 +330,12 @@ class TrainingSession:
                 self._close(state, control)
         elif self.preemption.after_step(self.rounds, self._steps_left, self._border_seconds):
             # An epoch that ends with this step has callbacks to be called, whose requests belong to what is saved.
-            self._alone_at_epoch_end = float(state.epoch or 0).is_integer()
+            self._alone_at_epoch_end = epoch_is_whole(state)
             if not self._alone_at_epoch_end:
                 self.preemption.leave_alone(self.rounds, self.progress())
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
+        self._epoch_has_ended = True
         if self._epoch_is_empty and state.global_step == 0:
             # Only now is it known of a stream: looking ahead would lose the first example of one that can be read once.
             raise ValueError("The train_dataset is empty: its stream gave no batch. Give it at least one example.")
@@ -336,7 +370,7 @@ class TrainingSession:
 
     @property
     def _border_seconds(self) -> float:
-        return self.last_round.sync_seconds if self.last_round is not None else 0.0
+        return self.rounds.border_seconds
 
     def _wait_for_border(self, untouched: bool = False) -> None:
         """Before a border that was not announced at the end of a step: with pre-emption another group may have left."""
@@ -358,8 +392,11 @@ class TrainingSession:
 
     def _end_if_asked(self, control: TrainerControl, asked: bool) -> None:
         """At a border, with what any rank has asked. A training that ends here anyway comes to its end."""
-        ends = control.should_training_stop or self.trainer.state.global_step >= self.trainer.state.max_steps
-        if self.preemption is not None and asked and not ends and not self.preemption.due:
+        state = self.trainer.state
+        ends = control.should_training_stop or state.global_step >= state.max_steps
+        # An epoch that ends with this step has callbacks to be called, which may ask for an evaluation: it ends after them.
+        comes_again = epoch_is_whole(state) and not self._epoch_has_ended
+        if self.preemption is not None and asked and not ends and not comes_again and not self.preemption.due:
             self.preemption.end_at_border(control)
 
     def _count_steps(self, state: TrainerState) -> None:

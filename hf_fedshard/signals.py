@@ -1,11 +1,17 @@
-"""The request of a scheduler to end: SIGTERM, noted and nothing else."""
+"""The request of a scheduler to end: SIGTERM, noted and nothing else, and kept from the workers of data loaders."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 
 class TerminationSignal:
@@ -41,3 +47,39 @@ class TerminationSignal:
             self.received_at = time.time()
         if callable(self._previous):
             self._previous(number, frame)
+
+
+class _Shielded:
+    """A `worker_init_fn` that keeps SIGTERM from a worker, and calls the one that was there. Can be pickled, for `spawn`."""
+
+    def __init__(self, original: Callable[[int], Any] | None) -> None:
+        self.original = original
+
+    def __call__(self, worker: int) -> None:
+        if hasattr(signal, "sigwaitinfo"):  # not on macOS
+            # Waited for and not ignored, since the rank itself ends workers with SIGTERM and then waits for them to go.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_for_the_rank, daemon=True).start()
+        if self.original is not None:
+            self.original(worker)
+
+
+def shield_workers(dataloader: Any) -> None:
+    """
+    Has the workers of a data loader survive a SIGTERM that is not their rank's. Launchers send it to the process group of a
+    rank, workers included; without them the rank could not make the steps that are left.
+
+    Args:
+        dataloader (`DataLoader`):
+            Prepared or not; anything else is left alone. Workers that run already are not changed.
+    """
+    loader = getattr(dataloader, "base_dataloader", dataloader)  # what Accelerate has prepared reads from another one
+    if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _Shielded):
+        loader.worker_init_fn = _Shielded(loader.worker_init_fn)
+
+
+def _end_for_the_rank() -> None:
+    parent = multiprocessing.parent_process()
+    while parent is None or signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+        pass
+    os._exit(0)

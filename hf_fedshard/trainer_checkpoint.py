@@ -164,7 +164,7 @@ class TrainerCheckpoints:
         """Inside a round each group reads a checkpoint of its own: its step, its log, its weights."""
         error: Exception | None = None
         try:
-            check_same_run(folder, self.place.layout, self.config.sync_every)
+            check_same_run(folder, self.place.layout, self.config)
         except CheckpointError as problem:
             error = problem
         together("Resuming", error)
@@ -311,6 +311,9 @@ class TrainerCheckpoints:
         folder, rule = Path(checkpoint), self.config.optimizer_on_reshape
         error: Exception | None = None
         try:
+            if kind_of(folder) == PART:
+                # The length of the run is known only here, where the data has been looked at.
+                check_same_run(folder, self.place.layout, self.config, self.trainer.state.max_steps)
             load_group_state(folder, self.trainer.model, self.group_state(), self.place, rule)
             saved = read_description(folder)
             self.progress = {"round": saved["round"], **saved.get("progress", {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerControl
+from transformers import Trainer, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -19,12 +20,15 @@ from .config import FederationConfig
 from .group_checkpoint import save_part
 from .model_files import gather_adapters, write_model_files
 from .outer_checkpoint import take_outer_state
+from .parts import describe_course
 from .preemption import Preemption, TrainingPreempted
 from .rounds import Rounds
 from .seams import Patches, check_attribute, check_seam
-from .signals import TerminationSignal
+from .signals import TerminationSignal, shield_workers
 from .trainer_checkpoint import TrainerCheckpoints
 
+
+logger = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
 
@@ -34,7 +38,11 @@ SEAMS = {
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
     "_save_rng_state": ("output_dir",),
     "_get_output_dir": ("trial",),
+    "get_train_dataloader": (),
+    "get_eval_dataloader": ("eval_dataset",),
+    "get_test_dataloader": ("test_dataset",),
 }
+LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 
 
 class TrainerPreemption:
@@ -71,14 +79,19 @@ class TrainerPreemption:
         """Whether all ranks know, at a border, that the run ends there."""
         self._signal = TerminationSignal()
         self._protocol: Preemption | None = None
+        self.checkpoint = ""
+        """What was saved last before leaving."""
         self._patches = Patches()
-        self._saved_step: int | None = None
+        self._saved_at: tuple[int, int] | None = None
+        self._seen_step: int | None = None
 
     def install(self) -> None:
         """Replaces the methods. Call once, after those of the checkpoints."""
         _take_out_jit_checkpoint(self.trainer)
         self._patches.replace(self.trainer, "train", self._train)
         self._patches.replace(self.trainer, "_save_checkpoint", self._save_checkpoint)
+        for name in LOADERS:
+            self._patches.replace(self.trainer, name, _with_shielded_workers)
         if self.place.layout.num_groups == 1:
             # Every step end is a border.
             self._patches.replace(self.trainer, "_maybe_log_save_evaluate", self._end_of_plain_step)
@@ -146,7 +159,7 @@ class TrainerPreemption:
     def leave_border(self) -> NoReturn:
         """Leaves at a border, saving first if that was not done there. Collective over the world."""
         trainer = self.trainer
-        if self._saved_step != trainer.state.global_step:
+        if self._saved_at != self._now:
             trainer._save_checkpoint(trainer.model_wrapped, None)
         self._leave(Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{trainer.state.global_step}")
 
@@ -172,7 +185,7 @@ class TrainerPreemption:
         description = {
             "round": rounds.round,
             "global_step": state.global_step,
-            "sync_every": self.config.sync_every,
+            **describe_course(self.config, state.max_steps),
         }
         adapters = gather_adapters(trainer.model)
         leads = self.place.group.rank() == 0
@@ -193,14 +206,26 @@ class TrainerPreemption:
 
     def _leave(self, checkpoint: Path) -> NoReturn:
         trainer = self.trainer
-        self.leaving = True
+        self.leaving, self.checkpoint = True, str(checkpoint)
         trainer.control.should_training_stop = True
-        # Trackers close their files here.
-        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-        trainer.is_in_train = False
-        self.protocol.leave(self.place.layout.world_size)
         atexit.register(_end_process_groups)
-        raise TrainingPreempted(str(checkpoint), trainer.state.global_step)
+        try:
+            # Trackers close their files here.
+            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        except (Exception, SystemExit):
+            # All is saved, and a rank that went now would take those with it that have not: also one whose callback wants
+            # to evaluate or save a finished model, which raises `TrainingPreempted`.
+            logger.exception("A callback has failed in on_train_end, when the run was ended before its time.")
+        finally:
+            trainer.is_in_train = False
+            self.protocol.leave(self.place.layout.world_size)
+        raise TrainingPreempted(self.checkpoint, trainer.state.global_step)
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """Where the run is, at a border: an evaluation after the step was saved is not in the checkpoint."""
+        state = self.trainer.state
+        return state.global_step, len(state.log_history)
 
     def _train(self, original: Method) -> Method:
         def train(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +234,7 @@ class TrainerPreemption:
                     "enable_jit_checkpoint=True cannot be used in a hyper-parameter search. Set it to False."
                 )
             self.leaving = self.due = False
-            self._saved_step = None
+            self._saved_at = self._seen_step = None
             self._signal.install()
             try:
                 if self.place.layout.num_groups == 1:
@@ -225,23 +250,46 @@ class TrainerPreemption:
             started = time.monotonic()
             result = original(*args, **kwargs)
             self.protocol.save_seconds = time.monotonic() - started
-            self._saved_step = self.trainer.state.global_step
+            self._saved_at = self._now
             return result
 
         return save_checkpoint
 
     def _end_of_plain_step(self, original: Method) -> Method:
         def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:
-            trainer = self.trainer
+            trainer, state = self.trainer, self.trainer.state
+            # After the last step of an epoch this is called again, when its callbacks have asked for what is due then.
+            comes_again = epoch_is_whole(state) and self._seen_step != state.global_step
+            self._seen_step = state.global_step
             # The last step of the training is no place to leave: there is nothing left to resume.
-            ends = trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps
-            if self.protocol.requested_in_group() and not ends:
+            ends = trainer.control.should_training_stop or state.global_step >= state.max_steps
+            if self.protocol.requested_in_group() and not ends and not comes_again:
                 self.end_at_border(trainer.control)
             original(*args, **kwargs)
             if self.due:
                 self.leave_border()
 
         return maybe_log_save_evaluate
+
+
+def epoch_is_whole(state: TrainerState) -> bool:
+    """
+    Whether the step that was made last is the last one of its epoch, so that `on_epoch_end` comes after it.
+
+    Args:
+        state (`TrainerState`):
+            Trainer's, at the end of a step.
+    """
+    return float(state.epoch or 0).is_integer()
+
+
+def _with_shielded_workers(original: Method) -> Method:
+    def get_dataloader(*args: Any, **kwargs: Any) -> Any:
+        dataloader = original(*args, **kwargs)
+        shield_workers(dataloader)
+        return dataloader
+
+    return get_dataloader
 
 
 def _take_out_jit_checkpoint(trainer: Any) -> None:

@@ -57,6 +57,13 @@ def _at_construction(folder: str, name: str, values: list[Any]) -> None:
             PLAIN_FSDP, "num_groups", [2, 1, 2, 2], "num_groups: 2 on ranks 0, 2-3; 1 on rank 1", id="groups"
         ),
         pytest.param(HSDP, "sync_every", [8, 8, 8, 4], "sync_every: 8 on ranks 0-2; 4 on rank 3", id="period"),
+        pytest.param(
+            HSDP,
+            "enable_jit_checkpoint",
+            [True, True, False, True],
+            "enable_jit_checkpoint: True on ranks 0-1, 3; False on rank 2",
+            id="pre-emption",
+        ),
     ],
 )
 def test_settings(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
 
+from hf_fedshard import rounds
 from hf_fedshard.checkpoint_folder import list_checkpoints
 from hf_fedshard.manifest import find_damage
 from tests.harness.checkpoint_runs import checkpoints, differences
@@ -23,8 +29,11 @@ NO_TIME = 0.01
 QUICK = {
     *("later round", "end of an epoch", "accumulation", "lora", "buffers"),
     *("outer loop", "proximal term alone"),
+    *("between synchronous steps", "end of an epoch, one group"),
     *("any rank", "dropout and a due evaluation", "one group"),
 }
+# Counted from where a process has begun.
+OF_A_PROCESS = ("batches", "train_loss", "losses_held")
 WHOLE: dict[str, list[dict[str, Any]]] = {}
 
 
@@ -52,8 +61,8 @@ def assert_same_end(whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) 
         assert 0 < drawn < len(before["batches"])
         assert not differences(before["batches"][-drawn:], after["batches"])
         assert not differences(
-            {key: value for key, value in before.items() if key != "batches"},
-            {key: value for key, value in after.items() if key != "batches"},
+            {key: value for key, value in before.items() if key not in OF_A_PROCESS},
+            {key: value for key, value in after.items() if key not in OF_A_PROCESS},
         )
 
 
@@ -101,6 +110,11 @@ ALONE: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
     "outer loop": ((7, 5), "checkpoint-5", {"sync_every": 4, **OUTER}),
     "outer loop in bfloat16": ((7, 6), "checkpoint-5", {"sync_every": 4, "kind": "bfloat16", **OUTER}),
     "proximal term alone": ((3, 2), "checkpoint-1", {"sync_every": 5, "proximal_mu": 0.5}),
+    "between synchronous steps": (
+        (5, 6),
+        "checkpoint-4",
+        {"sync_every": 5, "sync_steps_at_start": 3, "sync_steps_at_end": 2},
+    ),
     "evaluation due": ((6, 5), "checkpoint-5", {"sync_every": 4, "eval_strategy": "steps", "eval_steps": 2}),
 }
 
@@ -176,6 +190,8 @@ BORDER: dict[str, tuple[int, int, int, dict[str, Any]]] = {
         4,
         {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2, "sync_every": 2},
     ),
+    "end of an epoch": (0, 5, 6, {"sync_every": 3, "eval_strategy": "epoch", "save_steps": 3}),
+    "end of an epoch, one group": (2, 6, 6, {"num_groups": 1, "eval_strategy": "epoch"}),
     "one group": (2, 4, 4, {"num_groups": 1}),
     "one group, dropout and a due evaluation": (
         0,
@@ -206,3 +222,95 @@ def test_the_last_round_comes_to_its_end(world4: WorkerPool, tmp_path: Path) -> 
     assert [result["preempted"] for result in ended] == [None] * 4
     assert not differences(whole, ended)
     assert checkpoints(tmp_path / "ended") == checkpoints(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_the_mean_loss_is_of_the_steps_since_the_resume(world4: WorkerPool, tmp_path: Path, logged: bool) -> None:
+    options: dict[str, Any] = {"sync_every": 4, "logging_strategy": "steps" if logged else "no", "logging_steps": 4}
+    whole = uninterrupted(world4, tmp_path / "whole", **options)
+    ended = run(world4, tmp_path / "ended", ending=(0, 7, {2: 6, 3: 6}), grace_seconds=NO_TIME, **options)
+    resumed = run(world4, tmp_path / "ended", resume=True, seed=7, **options)
+    if logged:
+        # A log takes the mean over ranks of which some have made more steps: the mean loss only nearly.
+        assert all(rank["train_loss"] == pytest.approx(whole[0]["train_loss"], rel=0.2) for rank in resumed)
+        return
+    for before, meanwhile, after in zip(whole, ended, resumed, strict=True):
+        step = meanwhile["preempted"]["step"]
+        left = 10 * before["train_loss"] - meanwhile["losses_held"]
+        assert after["train_loss"] == pytest.approx(left / (10 - step), rel=1e-4)
+
+
+class AtTheEnd(TrainerCallback):
+    """Does what fits a finished run only."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+        if self.what == "raise" and dist.get_rank() == 0:
+            raise KeyError("no such metric")
+        if self.what == "save":
+            trainer_of(kwargs["model"]).save_model()
+
+
+def trainer_of(model: Any) -> Any:
+    return next(value for value in gc.get_objects() if isinstance(value, Trainer) and value.model is model)
+
+
+@pytest.mark.parametrize("what", ["raise", "save"])
+def test_what_fails_at_the_end_of_training_changes_nothing(world4: WorkerPool, tmp_path: Path, what: str) -> None:
+    ending = (0, 3, {2: 2, 3: 2})
+    ended = run(world4, tmp_path, ending=ending, grace_seconds=NO_TIME, callbacks=(AtTheEnd(what),), sync_every=5)
+    for result in ended:
+        assert result["preempted"]["checkpoint"] == str(tmp_path / "checkpoint-1")
+    assert find_damage(tmp_path / "checkpoint-1") == []
+
+
+class MidStep(TrainerCallback):
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            trainer_of(kwargs["model"]).evaluate()
+
+
+def test_a_border_inside_a_step_is_refused(world4: WorkerPool, tmp_path: Path) -> None:
+    """What would be saved there, if the run is ended, are the weights after a step that counts as not made."""
+    errors = world4.run_failing(
+        train,
+        str(tmp_path),
+        env=fsdp_launch_env(2, 2),
+        init_group=False,
+        limit_seconds=LIMIT,
+        callbacks=(MidStep(),),
+        sync_every=4,
+    )
+    assert {error.type_name for error in errors} == {"ValueError"}
+    assert all("in the middle of optimizer step 3" in error.message for error in errors)
+
+
+def test_the_first_averaging_is_expected_to_take_time(world4: WorkerPool) -> None:
+    """As long as the link takes for the model, before anything was averaged; then what was measured."""
+    for before, inside, after in world4.run(expected, limit_seconds=LIMIT):
+        assert before > 0.4 and inside == before
+        assert 0 < after < 0.4
+
+
+def expected() -> tuple[float, float, float]:
+    from tests.harness.models import tiny_llama
+    from tests.harness.two_groups import Federation, draws
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.2)
+        broadcast(*args)
+
+    broadcast = rounds.broadcast_initial_state
+    with mock.patch.object(rounds, "broadcast_initial_state", slowly):
+        federation = Federation(tiny_llama())
+    made = federation.rounds
+    before = made.border_seconds
+    federation.train(draws(dist.get_rank())[0])
+    made.restore_inside(made.state_inside())
+    inside = made.border_seconds
+    made.close()
+    return before, inside, made.border_seconds

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_fedshard import CheckpointError, export_checkpoint
-from hf_fedshard.checkpoint import DESCRIPTION_NAME
-from hf_fedshard.checkpoint_folder import SAVING, clean_up, list_checkpoints, rotate
+from hf_fedshard import CheckpointError, export_checkpoint, group_checkpoint
+from hf_fedshard.checkpoint import DESCRIPTION_NAME, read_description
+from hf_fedshard.checkpoint_folder import SAVING, clean_up, list_checkpoints, put_in_place, rotate
 from hf_fedshard.manifest import MANIFEST_NAME, find_damage
-from hf_fedshard.parts import refuse
+from hf_fedshard.parts import all_there, complete, refuse
 from tests.harness.checkpoint_runs import differences
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
@@ -96,6 +96,37 @@ def test_killed_before_the_rename(copy: Path, claimed: bool) -> None:
     assert find_damage(copy / "checkpoint-5") == [] and not list(copy.glob(".*"))
 
 
+@pytest.mark.parametrize("when", ["the look", "the claim", "the clearing"])
+def test_another_group_finishes_meanwhile(copy: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """It has found all parts too, and is ahead by so much."""
+    aside, final = back_to_staging(copy), copy / "checkpoint-5"
+
+    def finish() -> None:
+        assert complete(aside)
+        put_in_place(aside, final)
+        if when != "the clearing":
+            shutil.rmtree(aside.parent)
+
+    def look(folder: Path) -> bool:
+        if when == "the look":
+            finish()
+            read_description(folder / "group_00000")
+        assert all_there(folder)
+        finish()
+        return True
+
+    monkeypatch.setattr(group_checkpoint, "all_there", look)
+    group_checkpoint._finish(aside.parent, final)
+    assert find_damage(final) == [] and not list(copy.glob(".*"))
+
+
+def test_a_part_that_cannot_be_looked_at_is_an_error(copy: Path) -> None:
+    aside = back_to_staging(copy)
+    (aside / "group_00000" / DESCRIPTION_NAME).unlink()
+    with pytest.raises(CheckpointError):
+        group_checkpoint._finish(aside.parent, copy / "checkpoint-5")
+
+
 @pytest.mark.parametrize("harm", ["missing", "unnamed", "damaged"])
 def test_without_the_part_of_a_group_it_is_never_used(
     world4: WorkerPool, ended: tuple[Path, Any], copy: Path, harm: str
@@ -121,6 +152,9 @@ def test_damage_is_named(world4: WorkerPool, copy: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one group": ({"num_groups": 1}, "same federation.*1 groups x 2 replicas.*hf_fedshard.export"),
     "another period": ({"sync_every": 8}, "sync_every=4, this is 8"),
+    # Those would be synchronous at some groups' steps only, and wait for the others.
+    "synchronous at the start": ({"sync_steps_at_start": 6}, "sync_steps_at_start=0, this is 6"),
+    "synchronous at the end": ({"sync_steps_at_end": 4}, "sync_steps_at_end=0, this is 4"),
     "a part": ({"resume": "checkpoint-5/group_00001"}, "is the part of one group"),
     "fewer steps": ({"max_steps": 7}, "stands at step 7, 3 steps into a round, and the run ends at step 7"),
 }
@@ -132,6 +166,12 @@ def test_another_run_is_refused_by_name(world4: WorkerPool, ended: tuple[Path, A
     resume = options.get("resume", "checkpoint-5")
     message = fail(world4, ended[0], **{**options, "resume": str(ended[0] / resume)})
     assert re.search(text, message, re.DOTALL)
+
+
+def test_another_length_with_synchronous_steps_at_the_end(world4: WorkerPool, tmp_path: Path) -> None:
+    run(world4, tmp_path, ending=ENDING, grace_seconds=0.01, sync_steps_at_end=2)
+    message = fail(world4, tmp_path, sync_steps_at_end=2, max_steps=9)
+    assert "max_steps=10, this is 9" in message
 
 
 def test_rotation_counts_it(copy: Path) -> None:

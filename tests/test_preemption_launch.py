@@ -20,11 +20,14 @@ from tests.harness.pool import WorkerPool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["launcher", "rank 0", "rank 3"])
+@pytest.mark.parametrize("whom", ["launcher", "rank 0", "rank 3", "launcher, workers"])
 def test_launch(world4: WorkerPool, root: Path, tmp_path: Path, whom: str) -> None:
+    # The launcher's signal goes to the process group of a rank, which has to live on without the workers of its data.
+    workers = ["workers"] if "workers" in whom else []
     config = root / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
     script = root / "tests" / "scripts" / "preempted_run.py"
-    command = launch_command(config, script, str(tmp_path / "run"), options=["--main_process_port", str(free_port())])
+    port = ["--main_process_port", str(free_port())]
+    command = launch_command(config, script, str(tmp_path / "run"), *workers, options=port)
     pids = [tmp_path / "run" / f"rank{rank}.pid" for rank in range(4)]
     with tempfile.TemporaryFile() as log:
         process = start_tree(command, log.fileno(), cwd=root)
@@ -33,7 +36,7 @@ def test_launch(world4: WorkerPool, root: Path, tmp_path: Path, whom: str) -> No
             while not all(path.exists() and path.read_text() for path in pids):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-            told = process.pid if whom == "launcher" else int(pids[int(whom[-1])].read_text())
+            told = process.pid if "launcher" in whom else int(pids[int(whom[-1])].read_text())
             os.kill(told, signal.SIGTERM)
             code = process.wait(60)
         finally:
@@ -46,7 +49,7 @@ def test_launch(world4: WorkerPool, root: Path, tmp_path: Path, whom: str) -> No
     assert newest.name in ("checkpoint-4", "checkpoint-8", "checkpoint-1", "checkpoint-5")
     assert find_damage(newest) == [] and not list((tmp_path / "run").glob(".*"))
 
-    accelerate_launch(config, script, str(tmp_path / "run"), "resume", cwd=root, limit_seconds=120).check()
+    accelerate_launch(config, script, str(tmp_path / "run"), "resume", *workers, cwd=root, limit_seconds=120).check()
     whole = world4.run(
         train,
         str(tmp_path / "whole"),

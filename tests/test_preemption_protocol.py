@@ -103,3 +103,17 @@ def waits_in_vain() -> None:
 def test_a_group_that_never_comes(world4: WorkerPool) -> None:
     errors = world4.run_failing(waits_in_vain)
     assert "did not come to the end of round 1 in 0.5 seconds" in errors[0].message
+
+
+def saves_late(seconds: float) -> float:
+    since = time.time()
+    protocol = make(lambda: since, grace=0.1)
+    assert protocol.requested_in_group()
+    time.sleep(0.3 + (seconds if dist.get_rank() == 3 else 0))
+    protocol.leave(4)
+    return time.time() - since
+
+
+def test_nobody_leaves_ahead_of_a_rank_that_still_saves(world4: WorkerPool) -> None:
+    """The time is over, but the kill has not come."""
+    assert min(world4.run(saves_late, 1.5)) > 1.7

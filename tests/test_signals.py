@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
+from accelerate.data_loader import DataLoaderShard, skip_first_batches
+from torch.utils.data import DataLoader
 
-from hf_fedshard.signals import TerminationSignal
+from hf_fedshard.signals import TerminationSignal, shield_workers
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +51,44 @@ def test_a_later_handler_is_left_in_place() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     noted.restore()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def seen_by(worker: int) -> None:
+    os.environ["SEEN_BY"] = str(worker)
+
+
+def read(index: list[int]) -> tuple[int, str]:
+    time.sleep(0.05)
+    return index[0], os.environ["SEEN_BY"]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_survive_a_signal_of_others(method: str) -> None:
+    """The launcher's, as it is sent to a rank's process group; a rank's own still ends its workers."""
+    loader = DataLoaderShard(
+        range(40), num_workers=2, collate_fn=read, worker_init_fn=seen_by, multiprocessing_context=method
+    )
+    shield_workers(loader)
+    shield_workers(loader)  # an evaluation's loader is handed out again
+    inner = iter(skip_first_batches(loader, 3).base_dataloader)
+    assert next(inner) == (3, "0")
+    workers = inner._workers  # type: ignore[attr-defined]
+    for worker in workers:
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    time.sleep(0.3)
+    assert [number for number, _ in inner][-1] == 39 and all(
+        worker.is_alive() or worker.exitcode == 0 for worker in workers
+    )
+    again = iter(loader.base_dataloader)
+    assert next(again) == (0, "0")
+    for worker in again._workers:  # type: ignore[attr-defined]
+        worker.terminate()
+        worker.join(5)
+        assert worker.exitcode == 0
+
+
+def test_loaders_without_workers_are_left_alone() -> None:
+    loader = DataLoader(range(4))
+    shield_workers(loader)
+    shield_workers([1, 2])
+    assert loader.worker_init_fn is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -233,6 +234,37 @@ def test_wrong_use(world4: WorkerPool, body: Any, words: str) -> None:
     errors = world4.run_failing(body, env=fsdp_launch_env(2, 2), init_group=False, limit_seconds=60)
     assert {error.type_name for error in errors} == {"ValueError"}
     assert all(words in error.message for error in errors)
+
+
+def with_fp16(trainer: bool, folder: str) -> None:
+    from accelerate import Accelerator
+
+    import hf_fedshard.agreement
+    import hf_fedshard.plugin
+    from hf_fedshard import FedAvgCallback, FederatedFSDPPlugin
+
+    # On CPU fp16 is refused ahead of it.
+    module = hf_fedshard.agreement if trainer else hf_fedshard.plugin
+    with mock.patch.object(module, "check_launch"):
+        if trainer:
+            callback = FedAvgCallback(num_groups=2, sync_steps_at_end=3)
+            tiny_trainer(folder, federated=False, before=(callback,))
+        else:
+            plugin = FederatedFSDPPlugin(num_groups=2, sync_steps_at_end=3)
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)
+            plugin.federate(accelerator, tiny_llama(), num_training_steps=9)
+
+
+@pytest.mark.parametrize("trainer", [True, False])
+def test_fp16_at_the_end_is_refused(world4: WorkerPool, tmp_path: Path, trainer: bool) -> None:
+    env = fsdp_launch_env(2, 2, mixed_precision="fp16")
+    errors = world4.run_failing(with_fp16, trainer, str(tmp_path), env=env, init_group=False, limit_seconds=60)
+    assert {error.type_name for error in errors} == {"ValueError"}
+    for words in (
+        "sync_steps_at_end=3 with mixed_precision=fp16",
+        "Set sync_steps_at_end to 0, or mixed_precision to bf16",
+    ):
+        assert all(words in error.message for error in errors)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Trains a tiny model, slowly, and writes down what became of it: `preempted_run.py FOLDER [resume]`."""
+"""Trains a tiny model, slowly, and writes down what became of it: `preempted_run.py FOLDER [resume] [workers]`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ class Slow(TrainerCallback):
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    trainer = make_trainer(str(folder), callbacks=(Slow(folder),), sync_every=4, enable_jit_checkpoint=True)
-    trainer.train(resume_from_checkpoint=len(sys.argv) > 2)
+    trainer = make_trainer(
+        str(folder),
+        callbacks=(Slow(folder),),
+        sync_every=4,
+        enable_jit_checkpoint=True,
+        dataloader_num_workers=1 if "workers" in sys.argv else 0,
+    )
+    trainer.train(resume_from_checkpoint="resume" in sys.argv)
     # Not reached by a run that was told to end.
     torch.save(state_of(trainer)["model"], folder / f"finished{dist.get_rank()}.pt")
     shutdown()
