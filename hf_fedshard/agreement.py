@@ -54,6 +54,8 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
         data = trainer.train_dataset
         if isinstance(data, GroupData) and layout.num_groups not in (1, data.num_groups):
             raise ValueError(wrong_number(data, layout.num_groups))
+        if isinstance(data, GroupData) and layout.num_groups == 1:
+            data.all_parts()
     except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         if state.num_processes == 1:
             raise

@@ -52,13 +52,23 @@ class GroupData:
                 For `map`.
             options (`Any`):
                 For `map`.
+
+        Raises:
+            ValueError: If a group's dataset has no `map`.
         """
         if self._make is None:
-            return type(self)([part.map(function, **options) for part in self._parts.values()], self.num_groups)
+            mapped = [_map(part, group, function, options) for group, part in self._parts.items()]
+            return type(self)(mapped, self.num_groups)
         make = self._make
-        return type(self)(lambda group: make(group).map(function, **options), self.num_groups)
+        return type(self)(lambda group: _map(make(group), group, function, options), self.num_groups)
 
-    def _all_parts(self) -> list[Any]:
+    def all_parts(self) -> list[Any]:
+        """
+        The datasets of all groups, which are trained on together where there are no groups.
+
+        Raises:
+            ValueError: If they are made by a function of the group.
+        """
         if self._make is not None:
             raise ValueError(
                 "This dataset is made by a function of the group, so without federation groups there is nothing to train on. "
@@ -84,7 +94,7 @@ class GroupDatasets(GroupData, Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if self._union is None:
-            self._union = ConcatDataset(self._all_parts())
+            self._union = ConcatDataset(self.all_parts())
         return self._union[index]
 
 
@@ -92,7 +102,7 @@ class GroupStreams(GroupData, IterableDataset[Any]):
     """Streaming datasets. See [`GroupData`]."""
 
     def __iter__(self) -> Iterator[Any]:
-        for part in self._all_parts():
+        for part in self.all_parts():
             yield from part
 
 
@@ -138,6 +148,15 @@ def group_dataset(
             if not len(part):
                 raise ValueError(f"The dataset of group {group} is empty. Every group needs data of its own.")
     return (GroupStreams if all(streams) else GroupDatasets)(parts, len(parts))
+
+
+def _map(part: Any, group: int, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    if not hasattr(part, "map"):
+        raise ValueError(
+            f"The dataset of group {group} is a {type(part).__name__}, which has no `map`. Split a dataset of `datasets`, or "
+            "change the samples before they are split."
+        )
+    return part.map(function, **options)
 
 
 def wrong_number(data: GroupData, num_groups: int) -> str:

@@ -30,6 +30,7 @@ STEP_SEAMS = {
     "get_train_dataloader": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "_get_num_items_in_batch": ("batch_samples", "device"),
+    "num_examples": ("dataloader",),
 }
 
 
@@ -41,6 +42,7 @@ class GroupSteps:
     - `get_train_dataloader`: each rank reads its own data, or its part of the group's own.
     - `get_batch_samples`, `_get_num_items_in_batch`: a training step counts the tokens of the group, an evaluation those
       of the world as ever.
+    - `num_examples`: of all groups, where each has data of its own.
     - `label_smoother`: shifts the labels of a causal language model, as it does without FSDP2, which renames the model's
       class so that Trainer no longer knows it.
 
@@ -63,6 +65,7 @@ class GroupSteps:
         """Whether the batches of a training step are being drawn and counted: the accelerator stays in the group then."""
         self.unique_share = 1.0
         """How many of the group's samples in an epoch are no repetitions, see [`OwnData`]."""
+        self._own_loader: Any = None
         self._patches = Patches()
         self._seed = 0
         self._generator: torch.Generator | None = None
@@ -84,12 +87,14 @@ class GroupSteps:
         replace(trainer, "get_train_dataloader", self._get_train_dataloader)
         replace(trainer, "get_batch_samples", self._get_batch_samples)
         replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
+        replace(trainer, "num_examples", self._num_examples)
         if trainer.label_smoother is not None:
             replace(trainer, "label_smoother", self._label_smoother)
 
     def remove(self) -> None:
         """Puts every method back."""
         self._patches.undo()
+        self._own_loader = None
 
     def _get_train_dataloader(self, original: Method) -> Method:
         def get_train_dataloader() -> Any:
@@ -113,6 +118,7 @@ class GroupSteps:
             refuse_dispatched_batches(dataloader)
             if own is not None:
                 share_inside_group(dataloader, own)
+            self._own_loader = None if own is None else dataloader
             self.unique_share = 1.0 if own is None else own.unique_share
             keep_generators_in_step(dataloader)
             self._seed = trainer.args.data_seed if trainer.args.data_seed is not None else seed
@@ -127,6 +133,15 @@ class GroupSteps:
         mesh = self.parallelism.mesh
         num_ranks = size // mesh.layout.num_groups
         return own_data(dataset, mesh.group_index, mesh.layout.num_groups, num_ranks, rank % num_ranks)
+
+    def _num_examples(self, original: Method) -> Method:
+        def num_examples(dataloader: Any) -> int:
+            count: int = original(dataloader)
+            # The loader knows the data of its own group; every group draws as many.
+            is_own = dataloader is not None and dataloader is self._own_loader
+            return count * self.parallelism.mesh.layout.num_groups if is_own else count
+
+        return num_examples
 
     def _get_batch_samples(self, original: Method) -> Method:
         def get_batch_samples(*args: Any, **kwargs: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.utils import is_datasets_available
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from .group_data import GroupData, GroupStreams, wrong_number
 from .handshake import agree
@@ -25,18 +26,31 @@ class EndlessStream(IterableDataset[Any]):
 
     Args:
         dataset (`Iterable`):
-            A streaming dataset that can be read again.
+            A streaming dataset that can be read again, or is longer than it is read.
+        begun (`Iterator`, *optional*):
+            A reading of it that stands at its first sample, to go on with in place of the first one.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, begun: Iterator[Any] | None = None) -> None:
         self.dataset = dataset
+        self._begun = begun
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_begun": None}  # an open reading cannot be sent to a worker
 
     def __iter__(self) -> Iterator[Any]:
+        in_worker = get_worker_info() is not None
+        # A stream may give each worker another part, which it decides where its reading begins: that was outside.
+        begun, self._begun = (None if in_worker else self._begun), None
+        first = True
         while True:
             empty = True
-            for sample in self.dataset:
+            for sample in self.dataset if begun is None else begun:
                 empty = False
                 yield sample
+            if empty and first and in_worker:
+                return  # fewer files than workers: this one has nothing to read
+            begun, first = None, False
             if empty:
                 raise RuntimeError(
                     "A stream of training data cannot be read a second time. Give each group a dataset that can be, or as "
@@ -100,6 +114,7 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
     """
     error: str | None = None
     own: Any = None
+    begun: Iterator[Any] | None = None
     length: int | None = None
     try:
         if data.num_groups != num_groups:
@@ -113,7 +128,10 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
             )
         if streaming:
             own, num_ranks, rank = _own_files(own, num_ranks, rank)
-            empty = next(iter(own), None) is None
+            begun = _look_ahead(own)
+            empty = begun is None
+            # One whose order depends on the epoch is opened when that is known, and can be opened again.
+            begun = None if hasattr(own, "set_epoch") else begun
         else:
             length = len(own)
             empty = length == 0
@@ -132,7 +150,7 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
             "given the same dataset; it is shared among them."
         )
     if length is None:
-        return OwnData(EndlessStream(own), num_ranks, rank)
+        return OwnData(EndlessStream(own, begun), num_ranks, rank)
     lengths = [next(iter(found)) for found in sizes]
     longest = max(lengths)
     if dist.get_rank() == 0 and min(lengths) < longest:
@@ -171,6 +189,14 @@ def share_inside_group(dataloader: Any, own: OwnData) -> None:
             "dispatch_batches off, and do not use train_sampling_strategy='batch_rebalance'."
         )
     shards[0].num_processes, shards[0].process_index = own.num_ranks, own.rank
+
+
+def _look_ahead(stream: Any) -> Iterator[Any] | None:
+    """A reading of a stream, of which no sample is lost, or `None` if it is empty: not every stream can be read again."""
+    reading = iter(stream)
+    for sample in reading:
+        return chain([sample], reading)
+    return None
 
 
 def _own_files(dataset: Any, num_ranks: int, rank: int) -> tuple[Any, int, int]:

@@ -110,6 +110,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         """
         mesh = self.parallelism_config.mesh
         if mesh.layout.num_groups == 1:
+            data.all_parts()
             return data
         num_ranks = self.parallelism_config.data_parallel_size // mesh.layout.num_groups
         rank = mesh.group.rank() // self.parallelism_config.non_data_parallel_size
@@ -160,6 +161,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
                 if own.dataset is _read_by(dataloader):
                     share_inside_group(dataloader, own)
                     shares.add(own.unique_share)
+        self._own_data.clear()  # shared out; loaders of a later federation are compared with what is asked for then
         mesh = self.parallelism_config.mesh
         chosen = optimizers or accelerator._optimizers
         inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
@@ -195,6 +197,13 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
                 raise ValueError(
                     "A data loader reads the data of all groups. Write `DataLoader(plugin.group_data(data), ...)`: the dataset "
                     "of this process's group."
+                )
+        for own in self._own_data:
+            if not any(own.dataset is _read_by(dataloader) for dataloader in accelerator._dataloaders):
+                raise ValueError(
+                    "No prepared data loader reads the dataset that plugin.group_data returned, so all groups would share "
+                    "it out. Change the data before, not after: `DataLoader(plugin.group_data(data.map(tokenize)), ...)`, and "
+                    "give that loader to accelerator.prepare before plugin.federate."
                 )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
@@ -42,7 +44,8 @@ def split_by_column(dataset: Any, column: str, num_groups: int, assignment: Assi
         [`GroupData`]: To be given as `train_dataset`.
 
     Raises:
-        ValueError: If there is no such column, or a group would be empty.
+        ValueError: If there is no such column, a value is missing where there is no `assignment`, a group does not exist,
+            or would be empty.
     """
     _check_num_groups(num_groups)
     if isinstance(dataset, IterableDataset):
@@ -51,6 +54,9 @@ def split_by_column(dataset: Any, column: str, num_groups: int, assignment: Assi
                 f"The values of {column!r} in a streaming dataset are not known in advance. Give assignment, a mapping from "
                 "value to group or a function."
             )
+        if isinstance(assignment, Mapping):
+            for value, given in assignment.items():
+                _check_group(given, value, column, num_groups)
         select: Any = getattr(dataset, "filter", None)
         if select is None:
             raise ValueError(
@@ -58,19 +64,21 @@ def split_by_column(dataset: Any, column: str, num_groups: int, assignment: Assi
                 "with group_dataset."
             )
         # Every group reads the whole stream and keeps its own.
-        return group_dataset([select(partial(_belongs, column, assignment, group)) for group in range(num_groups)])
+        return group_dataset(
+            [select(partial(_belongs, column, assignment, num_groups, group)) for group in range(num_groups)]
+        )
     values = _column(dataset, column)
     if assignment is None:
+        _refuse_missing(
+            values, column, "Leave these samples out, or give assignment, a mapping or function with their group"
+        )
         assignment = _assign(Counter(values), column, num_groups)
     parts: list[list[int]] = [[] for _ in range(num_groups)]
     for index, value in enumerate(values):
         group = _group_of(value, assignment)
         if group is None:
             continue
-        if not 0 <= group < num_groups:
-            raise ValueError(
-                f"assignment gives {column}={value!r} the group {group}, but groups are 0 to {num_groups - 1}."
-            )
+        _check_group(group, value, column, num_groups)
         parts[group].append(index)
     return _take(dataset, parts, f"the values of {column!r}")
 
@@ -100,7 +108,7 @@ def split_dirichlet(dataset: Any, label: str, alpha: float, num_groups: int, see
         [`GroupData`]: To be given as `train_dataset`. Every sample is in one part, and no part is empty.
 
     Raises:
-        ValueError: If an argument is out of its range, or no draw leaves each group a sample.
+        ValueError: If an argument is out of its range, a label is missing, or no draw leaves each group a sample.
     """
     import numpy
 
@@ -112,8 +120,10 @@ def split_dirichlet(dataset: Any, label: str, alpha: float, num_groups: int, see
             "split_dirichlet needs a dataset with a length: the shares of a label are counted. For a streaming dataset use "
             "split_by_column with an assignment, or group_dataset."
         )
+    labels = _column(dataset, label)
+    _refuse_missing(labels, label, "Leave these samples out, or give them a label")
     places: dict[Any, list[int]] = {}
-    for index, value in enumerate(_column(dataset, label)):
+    for index, value in enumerate(labels):
         places.setdefault(value, []).append(index)
     generator = numpy.random.default_rng(seed)
     for _ in range(_TRIES):
@@ -142,12 +152,36 @@ def _column(dataset: Any, name: str) -> list[Any]:
     if names is not None:
         if name not in names:
             raise ValueError(f"The dataset has no column {name!r}. It has {', '.join(names)}.")
-        return list(dataset[name])
-    return [dataset[index][name] for index in range(len(dataset))]
+        # In the format for training a value may be a tensor, which is equal to no other one where values are counted.
+        rows = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
+        return [_plain(value) for value in rows[name]]
+    return [_plain(dataset[index][name]) for index in range(len(dataset))]
 
 
-def _belongs(column: str, assignment: Assignment, group: int, sample: Mapping[str, Any]) -> bool:
-    return _group_of(sample[column], assignment) == group
+def _plain(value: Any) -> Any:
+    """The number in a scalar of NumPy or torch."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
+
+
+def _refuse_missing(values: Sequence[Any], column: str, way_out: str) -> None:
+    missing = sum(value is None or (isinstance(value, (Real, Decimal)) and value != value) for value in values)
+    if missing:
+        raise ValueError(f"{missing} of {len(values)} samples have no value in {column!r} (None or NaN). {way_out}.")
+
+
+def _check_group(group: int, value: Any, column: str, num_groups: int) -> None:
+    if not 0 <= group < num_groups:
+        raise ValueError(
+            f"assignment gives {column}={value!r} the group {group}, but groups are 0 to {num_groups - 1}."
+        )
+
+
+def _belongs(column: str, assignment: Assignment, num_groups: int, own_group: int, sample: Mapping[str, Any]) -> bool:
+    value = _plain(sample[column])
+    group = _group_of(value, assignment)
+    if group is not None:
+        _check_group(group, value, column, num_groups)
+    return group == own_group
 
 
 def _group_of(value: Any, assignment: Assignment) -> int | None:
@@ -160,7 +194,7 @@ def _assign(counts: Counter[Any], column: str, num_groups: int) -> dict[Any, int
             f"{column!r} has {len(counts)} distinct values, too few for num_groups={num_groups}. Use fewer groups, another "
             "column, or split_dirichlet."
         )
-    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in counts):
+    if all(isinstance(value, (Real, Decimal)) and not isinstance(value, bool) for value in counts):
         return _cut(sorted(counts.items()), num_groups)
     sizes = [0] * num_groups
     groups: dict[Any, int] = {}

@@ -51,25 +51,6 @@ def split_parts(rows: Dataset, column: str, bounds: Sequence[float]) -> dict[str
     return {name: rows.select(chosen) for name, chosen in zip(name_parts(bounds), numbers, strict=True)}
 
 
-def part_of_this_group(parts: Mapping[str, Dataset]) -> Dataset:
-    """
-    The blocks that this rank's federation group trains on: there are as many groups as parts, and each has one.
-
-    Args:
-        parts (`Mapping[str, Dataset]`):
-            Blocks of all parts.
-
-    Returns:
-        `Dataset`: As long as the longest part, shorter ones begin again: all groups must plan the same schedule.
-    """
-    state = PartialState()
-    if state.num_processes % len(parts):
-        raise ValueError(f"{len(parts)} parts need as many equal groups, which {state.num_processes} ranks are not.")
-    blocks = list(parts.values())[state.process_index * len(parts) // state.num_processes]
-    longest = max(map(len, parts.values()))
-    return blocks.select([index % len(blocks) for index in range(longest)])
-
-
 class OwnPerplexity(TrainerCallback):
     """
     Measures each group's own model at the end of the last round, before it is averaged.

@@ -1,7 +1,9 @@
 """The command line of `pretrain_clm_no_trainer.py`."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from clm_arguments import DataArguments, ModelArguments
 from recipe_arguments import FederationArguments, parse_groups
@@ -37,9 +39,9 @@ class LoopArguments:
         max_grad_norm (`float`, *optional*, defaults to 1.0):
             Clips the gradient of a group.
         checkpointing_rounds (`int`, *optional*, defaults to 0):
-            Save at the end of every so many rounds; `0` saves none.
+            Save at the end of every so many rounds; `0` saves none, nor does a synchronous run, which has no rounds.
         resume_from_checkpoint (`str`, *optional*):
-            Checkpoint to go on from.
+            Checkpoint to go on from: a folder `checkpoint_<number>`.
         seed (`int`, *optional*, defaults to 42):
             Seed.
         use_cpu (`bool`, *optional*, defaults to `False`):
@@ -60,6 +62,15 @@ class LoopArguments:
     seed: int = field(default=42, metadata={"help": "Seed of weights and data."})
     use_cpu: bool = field(default=False, metadata={"help": "Train on CPU."})
 
+    def __post_init__(self) -> None:
+        folder = self.resume_from_checkpoint
+        # The number is that of the checkpoint from which the next one is counted.
+        if folder is not None and re.fullmatch(r"checkpoint_\d+", Path(str(folder)).name) is None:
+            raise ValueError(
+                "--resume_from_checkpoint is a folder that this script has saved, such as "
+                f"{Path(self.output_dir) / 'checkpoints' / 'checkpoint_1'}, got {folder!r}."
+            )
+
 
 def parse_arguments(
     args: Sequence[str] | None = None,
@@ -78,4 +89,9 @@ def parse_arguments(
     model, data, federation, loop = parse_groups(groups, USAGE, "Pre-trains a language model without Trainer.", args)
     if data.streaming or data.part_column is not None:
         raise ValueError("--streaming and --part_column are options of pretrain_clm.py.")
+    if not federation.federated and (loop.checkpointing_rounds or loop.resume_from_checkpoint is not None):
+        raise ValueError(
+            "--no_federated trains without rounds, at whose ends this loop saves. Give --checkpointing_rounds 0 and no "
+            "--resume_from_checkpoint."
+        )
     return model, data, federation, loop

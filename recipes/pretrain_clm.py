@@ -26,9 +26,9 @@ from transformers import (
 from clm_arguments import ModelArguments, RecipeArguments, parse_arguments
 from clm_data import collate_blocks, pack
 from clm_metrics import make_compute_metrics, sequence_losses
-from clm_parts import OwnPerplexity, part_of_this_group, split_parts
+from clm_parts import OwnPerplexity, split_parts
 from clm_tokenizer import load_tokenizer
-from hf_fedshard import shutdown
+from hf_fedshard import GroupData, group_dataset, shutdown
 from recipe_data import AnyDataset, load_rows
 from recipe_run import make_callbacks, quiet_console, run
 
@@ -74,14 +74,14 @@ class Blocks:
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
             The tokenizer.
-        train (`AnyDataset`):
-            Blocks that this rank's group trains on.
+        train (`AnyDataset` or [`GroupData`]):
+            Blocks to train on; of each group its own if there are parts.
         evaluation (`AnyDataset` or `dict[str, Dataset]`, *optional*):
             Blocks to evaluate on; by part if there are parts.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    train: AnyDataset
+    train: AnyDataset | GroupData
     evaluation: Any
 
 
@@ -116,7 +116,7 @@ def prepare_data(args: RecipeArguments) -> Blocks:
         eval_parts = None if eval_texts is None else pack_parts(eval_texts, data.max_eval_blocks)
     if not args.federation.federated:
         return Blocks(tokenizer, concatenate_datasets(list(train_parts.values())), eval_parts)
-    return Blocks(tokenizer, part_of_this_group(train_parts), eval_parts)
+    return Blocks(tokenizer, group_dataset(list(train_parts.values())), eval_parts)
 
 
 def make_trainer(args: RecipeArguments, blocks: Blocks) -> Trainer:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
@@ -48,6 +48,8 @@ def make_accelerator(federation: FederationArguments, args: LoopArguments) -> tu
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         # One step of the schedule for each optimizer step, whatever the number of ranks.
         "step_scheduler_with_optimizer": False,
+        # The order of an epoch then depends on the seed and its number alone, so that a resumed run finds it again.
+        "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True),
         "project_config": ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
     }
     if not federation.federated:
@@ -106,7 +108,7 @@ def train(
     if args.resume_from_checkpoint is not None:
         accelerator.load_state(args.resume_from_checkpoint)
         step = scheduler.scheduler.last_epoch
-        # The order of an epoch depends on its number, and batches are drawn where the checkpoint was written.
+        # Goes on where the checkpoint was written: in the same epoch, behind the batches that were drawn.
         per_epoch = math.ceil(len(dataloader) / args.gradient_accumulation_steps)
         epoch = step // per_epoch
         number = int(Path(args.resume_from_checkpoint).name.rsplit("_", 1)[1])
@@ -114,6 +116,8 @@ def train(
         skipped = step % per_epoch * args.gradient_accumulation_steps
     else:
         skipped = 0
+    losses: list[torch.Tensor] = []
+    tokens = 0
     while step < args.max_train_steps:
         dataloader.set_epoch(epoch)
         for batch in accelerator.skip_first_batches(dataloader, skipped) if skipped else dataloader:
@@ -124,11 +128,16 @@ def train(
                     accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
+            losses.append(loss.detach())
+            tokens += batch["input_ids"].numel()
             if not accelerator.sync_gradients:
                 continue
             scheduler.step()
             step += 1
-            metrics = fedavg.step(loss, tokens=batch["input_ids"].numel()) if fedavg is not None else None
+            # Of all micro-batches in the step, which the end of an epoch may cut short.
+            mean_loss = torch.stack(losses).mean()
+            metrics = fedavg.step(mean_loss, tokens=tokens) if fedavg is not None else None
+            losses, tokens = [], 0
             if metrics is not None:
                 accelerator.print(f"step {step}: {json.dumps(metrics.as_logs())}")
                 if args.checkpointing_rounds and metrics.round % args.checkpointing_rounds == 0:

@@ -96,8 +96,8 @@ class FederationArguments:
             Train in federation groups. `False` runs the synchronous baseline on the same launch file.
         num_groups (`int`, *optional*):
             Federation groups. Defaults to `FEDSHARD_NUM_GROUPS`, else to the replicas of the launch file.
-        sync_every (`int`, *optional*):
-            Optimizer steps between two averagings. Defaults to `FEDSHARD_SYNC_EVERY`, else to 8.
+        sync_every (`str`, *optional*):
+            Optimizer steps between two averagings, or a list of periods, `"drift"` or `"auto"`. Defaults to `FEDSHARD_SYNC_EVERY`, else to 8.
     """
 
     federated: bool = field(
@@ -107,9 +107,13 @@ class FederationArguments:
         default=None,
         metadata={"help": "Federation groups. Default: FEDSHARD_NUM_GROUPS, else the replicas of the launch file."},
     )
-    sync_every: int | None = field(
+    # Not `int | str`: the parser tries one type only. A number in a text is taken as one by `FederationConfig`.
+    sync_every: str | None = field(
         default=None,
-        metadata={"help": "Optimizer steps between two averagings. Default: FEDSHARD_SYNC_EVERY, else 8."},
+        metadata={
+            "help": "Optimizer steps between two averagings, or a list such as 8x100,16, or drift, or auto. "
+            "Default: FEDSHARD_SYNC_EVERY, else 8."
+        },
     )
 
 

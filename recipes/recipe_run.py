@@ -49,6 +49,21 @@ def save_full_model(trainer: Trainer) -> None:
     trainer.save_model()
 
 
+def checkpoint_to_resume(argument: str | bool | None) -> str | bool | None:
+    """
+    What `--resume_from_checkpoint` asks for: the command line makes a text of `True`, and Trainer a folder of a text.
+
+    Args:
+        argument (`str` or `bool`, *optional*):
+            A folder, or whether to go on from the newest one in the output folder.
+
+    Returns:
+        `str`, `bool` or `None`: For [`Trainer.train`].
+    """
+    words = {"true": True, "false": None}
+    return words.get(argument.lower(), argument) if isinstance(argument, str) else argument
+
+
 def run(trainer: Trainer, evaluate_first: bool = False) -> dict[str, Any]:
     """
     Trains, saves and evaluates, and leaves all figures in `all_results.json`.
@@ -64,8 +79,9 @@ def run(trainer: Trainer, evaluate_first: bool = False) -> dict[str, Any]:
     """
     args = trainer.args
     # Trainer's own way: FSDP2 shards a model together with its optimizer, when training begins.
-    args.eval_on_start = evaluate_first and trainer.eval_dataset is not None and not args.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    resume = checkpoint_to_resume(args.resume_from_checkpoint)
+    args.eval_on_start = evaluate_first and trainer.eval_dataset is not None and not resume
+    result = trainer.train(resume_from_checkpoint=resume)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()
     save_full_model(trainer)

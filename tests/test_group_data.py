@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from datasets import Dataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from hf_fedshard import FedAvgCallback, GroupData, group_dataset, rounds
 from hf_fedshard.closing import make_row
@@ -80,6 +82,27 @@ def test_streams_of_unequal_length(size: int, kind: str, tmp_path: Path, request
         assert groups == expected
 
 
+class ReadOnce(IterableDataset[Any]):
+    """A connection, say: what was read is gone."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = iter(samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.samples
+
+
+def read_once(group: int) -> ReadOnce:
+    return ReadOnce(numbered(12, first=12 * group))
+
+
+def test_a_stream_that_is_read_once(world4: WorkerPool, tmp_path: Path) -> None:
+    """Looking whether there is a sample must not lose it."""
+    data = group_dataset(read_once, 2, streaming=True)
+    drawn = drawn_by_ranks(world4, str(tmp_path), data, max_steps=6)
+    assert by_group(drawn) == [dict.fromkeys(range(12), 1), dict.fromkeys(range(12, 24), 1)]
+
+
 def only_own(group: int) -> Any:
     """What a site holds: nothing of the others."""
     if group != dist.get_rank() // 2:
@@ -141,6 +164,20 @@ def test_resumed_in_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
     assert_resumes(world8, tmp_path, step=8, num_groups=2, data=data_to_resume("map"))
 
 
+def num_samples(folder: str, data: Any, **changes: Any) -> float:
+    """What Trainer takes for the number of samples of the training."""
+    forget_meshes()
+    metrics = tiny_trainer(folder, train_dataset=data, per_device_train_batch_size=2, **changes).train().metrics
+    return float(metrics["train_samples_per_second"] * metrics["train_runtime"])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_trainer_counts_all_groups(world4: WorkerPool, tmp_path: Path, own: bool) -> None:
+    data = group_dataset(parts(12, 4)) if own else ListDataset(numbered(16))
+    found = world4.run(num_samples, str(tmp_path), data, env=FL_FSDP, limit_seconds=LIMIT, **EPOCH)
+    assert found == [pytest.approx(24 if own else 16, rel=0.02)] * 4
+
+
 def counted(folder: str, data: Any) -> tuple[list[tuple[float, float]], list[float]]:
     """Samples and tokens of this rank in each round; and what group 1 counted in their averages, where that differs."""
     forget_meshes()
@@ -169,7 +206,7 @@ def test_counts_are_true(world4: WorkerPool, tmp_path: Path) -> None:
     assert ranks == [([(6, 72)] * 2, [])] * 4
 
 
-def loop(kind: str, through_plugin: bool = True) -> list[int]:
+def loop(kind: str, through_plugin: bool = True, wrapped: bool = False) -> list[int]:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
@@ -187,6 +224,8 @@ def loop(kind: str, through_plugin: bool = True) -> list[int]:
     make = {"map": ListDataset, "table": Dataset.from_list, "stream": StreamDataset}[kind]
     data = group_dataset(parts(12, 4, make=make))
     dataset = plugin.group_data(data) if through_plugin else data
+    if wrapped:
+        dataset = Subset(dataset, range(4))
     loader = DataLoader(dataset, batch_size=1, shuffle=kind != "stream", collate_fn=collate)
     import torch
 
@@ -219,6 +258,14 @@ def test_in_a_loop_of_fl_hsdp(world8: WorkerPool) -> None:
 def test_a_loop_that_forgets_the_plugin(world4: WorkerPool) -> None:
     errors = world4.run_failing(loop, "map", False, env=FL_FSDP, init_group=False, limit_seconds=LIMIT)
     assert all("plugin.group_data(data)" in error.message for error in errors)
+
+
+def test_a_loop_that_wraps_the_data(world4: WorkerPool) -> None:
+    """The ranks of all groups would share it, without a word."""
+    errors = world4.run_failing(loop, "map", True, True, env=FL_FSDP, init_group=False, limit_seconds=LIMIT)
+    for error in errors:
+        assert error.type_name == "ValueError"
+        assert "plugin.group_data(data.map(tokenize))" in error.message
 
 
 def train_on(folder: str, data: Any, **changes: Any) -> None:
@@ -254,6 +301,11 @@ WRONG = {
     "fault": (lambda: group_dataset(broken, 2), {}, "disk on fire"),
     "empty": (lambda: group_dataset(nothing, 2), {}, "group 1 is empty"),
     "kind": (lambda: group_dataset(a_stream, 2), {}, "streaming=..."),
+    "function without groups": (
+        lambda: group_dataset(only_own, 2),
+        {"num_groups": 1},
+        "without federation groups there is nothing to train on",
+    ),
     "empty stream": (lambda: group_dataset(parts(4, 0, make=StreamDataset)), {}, "group 1 is empty"),
     "split": (
         lambda: group_dataset(parts(8, 8)),
@@ -282,6 +334,8 @@ def test_wrong_use_on_ranks(world4: WorkerPool, tmp_path: Path, case: str) -> No
         (lambda: group_dataset([ListDataset([]), ListDataset([1])]), "group 0 is empty"),
         (lambda: group_dataset([StreamDataset([]), ListDataset([1])]), "some are not"),
         (lambda: group_dataset(only_own), "num_groups must be given"),
+        (lambda: group_dataset(parts(2, 2)).map(str), "group 0 is a ListDataset, which has no `map`"),
+        (lambda: group_dataset(read_once, 2, True).map(str).of_group(1), "group 1 is a ReadOnce, which has no `map`"),
     ],
 )
 def test_wrong_use(make: Any, words: str) -> None:
@@ -295,3 +349,11 @@ def test_a_stream_that_cannot_be_read_again() -> None:
     assert [next(stream), next(stream)] == [1, 2]
     with pytest.raises(RuntimeError, match="cannot be read a second time"):
         next(stream)
+
+
+def test_more_workers_than_files() -> None:
+    """Those without a file have nothing to read; the others read theirs again and again."""
+    stream = EndlessStream(hf_stream(numbered(4), num_shards=2))
+    samples = islice(DataLoader(stream, batch_size=None, num_workers=3), 12)
+    drawn = [int(sample["input_ids"][1]) - 3 for sample in samples]
+    assert Counter(drawn) == dict.fromkeys(range(4), 3)

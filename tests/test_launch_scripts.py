@@ -34,7 +34,9 @@ wait
 ACCELERATE_STAND_IN = f"""#!{sys.executable}
 import json, os, sys, time
 rank = sys.argv[sys.argv.index("--machine_rank") + 1]
-seen = {{name: os.environ[name] for name in os.environ if name.startswith(("FEDSHARD_", "SECRET_"))}}
+seen = {{name: os.environ[name] for name in os.environ if name.startswith(("FEDSHARD_", "SECRET_", "SRUN_"))}}
+if "--uneven" in sys.argv and rank == "1":
+    time.sleep(2)
 with open(os.path.join(os.environ["RECORDS"], rank), "w") as file:
     json.dump([sys.argv[1:], seen, os.getcwd()], file)
 if "--fail" in sys.argv:
@@ -99,6 +101,23 @@ def test_ssh_ends_when_one_machine_fails(machines: dict[str, str]) -> None:
     result = run(SSH, "a,b", 4, LAUNCH_FILE, "train.py", "--fail", env=machines)
     assert result.returncode == 7
     assert time.monotonic() - start < 30
+
+
+def test_ssh_waits_for_the_slowest_machine(machines: dict[str, str]) -> None:
+    result = run(SSH, "a,b", 4, LAUNCH_FILE, "train.py", "--uneven", env=machines)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (Path(machines["RECORDS"]) / "1").exists()
+
+
+@pytest.mark.parametrize("cpus", ["32", None])
+def test_slurm_hands_on_the_cpus_of_a_task(machines: dict[str, str], cpus: str | None) -> None:
+    job = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "1"}
+    env = {**machines, **job} | ({} if cpus is None else {"SLURM_CPUS_PER_TASK": cpus})
+    result = run("bash", SLURM, LAUNCH_FILE, "train.py", env=env)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        seen = json.loads((Path(machines["RECORDS"]) / str(rank)).read_text())[1]
+        assert seen.get("SRUN_CPUS_PER_TASK") == cpus
 
 
 def test_slurm(machines: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,81 @@ def test_wrong_arguments(words: list[str], message: str) -> None:
 
     with pytest.raises(ValueError, match=message):
         parse_arguments(["--preset", "demo", "--train_tokenizer", "--train_file", "a.txt", *words])
+
+
+@pytest.mark.parametrize(("given", "period"), [("auto", "auto"), ("8x100,16", "8x100,16"), ("4", 4)])
+def test_every_kind_of_period(given: str, period: str | int) -> None:
+    from clm_arguments import parse_arguments
+    from recipe_run import make_callbacks
+
+    words = ["--preset", "demo", "--train_tokenizer", "--train_file", "a.txt", "--sync_every", given]
+    (callback,) = make_callbacks(parse_arguments(words).federation)
+    assert callback.config.sync_every == period
+
+
+def test_which_checkpoint() -> None:
+    from recipe_run import checkpoint_to_resume
+
+    given = ["True", "true", True, "False", None, "runs/a/checkpoint-4"]
+    assert [checkpoint_to_resume(argument) for argument in given] == [True, True, True, None, None, given[-1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume_from_checkpoint", "True"], "such as out/checkpoints/checkpoint_1, got 'True'"),
+        (["--resume_from_checkpoint", "out"], "such as out/checkpoints/checkpoint_1, got 'out'"),
+        (["--no_federated", "--checkpointing_rounds", "2"], "Give --checkpointing_rounds 0"),
+        (["--no_federated", "--resume_from_checkpoint", "a/checkpoint_1"], "no --resume_from_checkpoint"),
+        (["--streaming"], "options of pretrain_clm.py"),
+    ],
+)
+def test_wrong_arguments_of_the_loop(words: list[str], message: str) -> None:
+    from loop_arguments import parse_arguments
+
+    always = ["--preset", "demo", "--train_tokenizer", "--train_file", "a.txt", "--output_dir", "out"]
+    with pytest.raises(ValueError, match=message):
+        parse_arguments([*always, *words])
+
+
+class _Square(torch.nn.Module):
+    """Its loss is the square of a batch's mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.weight * input_ids.double().mean() ** 2)
+
+
+def test_the_loop_counts_all_of_a_step() -> None:
+    """Five micro-batches of 1, 2, 3, 4 and 5 tokens, two in a step."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from loop_arguments import LoopArguments
+    from pretrain_clm_no_trainer import train
+
+    told: list[tuple[float, int]] = []
+
+    class Told:
+        def step(self, loss: torch.Tensor, tokens: int) -> None:
+            told.append((float(loss), tokens))
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        model = _Square()
+        rows = [{"input_ids": torch.full((number,), number)} for number in range(1, 6)]
+        loader = torch.utils.data.DataLoader(rows, batch_size=1)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+        train(accelerator, prepared, Told(), LoopArguments("out", max_train_steps=4))  # type: ignore[arg-type]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    assert told == [(2.5, 3), (12.5, 7), (25.0, 5), (2.5, 3)]
 
 
 def test_required_arguments_may_stand_in_the_file(tmp_path: Path) -> None:

@@ -154,6 +154,26 @@ def test_parts_of_the_data_by_group(world4: WorkerPool, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+def test_an_epoch_of_parts(world4: WorkerPool, tmp_path: Path) -> None:
+    """One pass over the longest part by the ranks of its group; and as many parts as groups."""
+    save_tiny_model(tmp_path / "model")
+    text = "aa bb cc dd ee"
+    rows = [{"text": text * 8, "year": year} for year in [1800] * 24 + [1950] * 4 + [1960] * 4]
+    write_rows(tmp_path / "corpus.jsonl", rows)
+    words = ["--model_name_or_path", "model", "--train_file", "corpus.jsonl", "--block_size", "32"]
+    words += ["--part_column", "year", "--part_bounds", "1900", "--output_dir", "out", *TRAINER]
+    words += ["--num_train_epochs", "1", "--sync_every", "8", "--logging_steps", "1"]
+    _run(world4, tmp_path, "pretrain_clm", *words)
+    # A byte is a token, and each text ends with one more.
+    blocks = 24 * (8 * len(text) + 1) // 32
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == -(-blocks // (2 * 2))
+    words += ["--part_bounds", "1900", "1955"]
+    env = launch_env(ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml") | {"ACCELERATE_USE_CPU": "true"}
+    errors = world4.run_failing(run_recipe, "pretrain_clm", words, str(tmp_path), env=env, init_group=False)
+    assert all("holds data for 3 groups, but the federation has num_groups=2" in error.message for error in errors)
+
+
 def test_loop_without_trainer(world4: WorkerPool, tmp_path: Path) -> None:
     """Two epochs and a half, accumulated; a resumed run ends where the uninterrupted one does."""
     from safetensors.torch import load_file

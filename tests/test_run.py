@@ -126,7 +126,7 @@ def test_as_plain_python(tmp_path: Path) -> None:
     assert outputs[0] == [plain.stdout, mock.ANY]
     assert "link.py built no Trainer, so nothing was federated" in outputs[0][1]
     assert "there is no script 'gone.py'" in outputs[1][1]
-    assert "sync_every must be an integer of at least 1, but got 0" in outputs[2][1]
+    assert "sync_every must be an integer of at least 1, a list" in outputs[2][1]
     assert codes[:3] == [1, 2, 2]
     for name, code, output in zip(BAD, codes[3:], outputs[3:], strict=True):
         plain = python(name)

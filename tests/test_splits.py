@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from decimal import Decimal
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 
 from hf_fedshard import GroupData, split_by_column, split_dirichlet
@@ -15,6 +17,9 @@ from tests.harness.data import ListDataset, StreamDataset
 def table(**columns: list[Any]) -> Dataset:
     length = len(next(iter(columns.values())))
     return Dataset.from_dict({"number": list(range(length)), **columns})
+
+
+GAPS = table(year=[1, None, 2])
 
 
 def numbers(data: GroupData) -> list[list[int]]:
@@ -34,6 +39,36 @@ def test_every_range_has_a_value() -> None:
     parts = numbers(split_by_column(table(year=[1] * 50 + [2, 3]), "year", 3))
     assert [len(part) for part in parts] == [50, 1, 1]
     assert [len(part) for part in numbers(split_by_column(table(year=[1, 2] + [3] * 50), "year", 3))] == [1, 1, 50]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "tensors"])
+def test_the_format_for_training_does_not_matter(kind: str) -> None:
+    """Values are those of the data, not tensors that are equal to no other."""
+    years = [1790, 1800, 1790, 1800, 1810, 1790]
+    if kind == "tensors":
+        data: Any = ListDataset([{"number": at, "year": torch.tensor(year)} for at, year in enumerate(years)])
+    else:
+        data = table(year=years).with_format(kind)
+    split = split_by_column(data, "year", 2)
+    assert numbers(split) == [[0, 2, 5], [1, 3, 4]]
+    assert numbers(split_by_column(data, "year", 2, {1790: 1, 1800: 0})) == [[1, 3], [0, 2, 5]]
+    assert numbers(split_dirichlet(data, "year", 1.0, 2)) == numbers(
+        split_dirichlet(table(year=years), "year", 1.0, 2)
+    )
+    if kind != "tensors":
+        assert split.of_group(0).format["type"] == kind, "the parts are as they were given"
+        stream = data.to_iterable_dataset().with_format(kind)
+        assert numbers(split_by_column(stream, "year", 2, {1790: 1, 1800: 0})) == [[1, 3], [0, 2, 5]]
+
+
+def test_decimals_are_numbers() -> None:
+    data = table(price=[Decimal("10"), Decimal("9"), Decimal("100"), Decimal("9")])
+    assert numbers(split_by_column(data, "price", 2)) == [[1, 3], [0, 2]]
+
+
+def test_missing_values_can_be_assigned() -> None:
+    assert numbers(split_by_column(GAPS, "year", 2, {1: 0, 2: 1})) == [[0], [2]]
+    assert numbers(split_by_column(GAPS, "year", 2, {1: 0, 2: 1, None: 1})) == [[0], [1, 2]]
 
 
 def test_names_are_balanced() -> None:
@@ -79,6 +114,7 @@ def test_a_split_is_mapped() -> None:
 
 
 SPLIT = table(year=[1, 1, 2])
+STREAM = SPLIT.to_iterable_dataset()
 
 
 @pytest.mark.parametrize(
@@ -90,6 +126,11 @@ SPLIT = table(year=[1, 1, 2])
         (lambda: split_by_column(SPLIT, "year", 2, {1: 0, 2: 2}), "year=2 the group 2, but groups are 0 to 1"),
         (lambda: split_by_column(SPLIT, "year", 2, {1: 0, 2: 0}), "Group 1 would have no sample"),
         (lambda: split_by_column(SPLIT.to_iterable_dataset(), "year", 2), "Give assignment"),
+        (lambda: split_by_column(GAPS, "year", 2), "1 of 3 samples have no value in 'year'"),
+        (lambda: split_by_column(table(year=[1.0, float("nan"), 2.0]), "year", 2), "1 of 3 samples have no value"),
+        (lambda: split_dirichlet(GAPS, "year", 1.0, 2), "1 of 3 samples have no value in 'year'"),
+        (lambda: split_by_column(STREAM, "year", 2, {1: 0, 2: 2}), "year=2 the group 2, but groups are 0 to 1"),
+        (lambda: numbers(split_by_column(STREAM, "year", 2, lambda year: year)), "year=2 the group 2, but groups are"),
         (lambda: split_by_column(StreamDataset([]), "year", 2, {1: 0}), "StreamDataset has no `filter`"),
         (lambda: split_dirichlet(SPLIT, "year", 0, 2), "alpha must be a positive number, but got 0"),
         (lambda: split_dirichlet(SPLIT, "year", 1.0, 4), "In 100 draws with alpha=1.0 some of the 4 groups"),

@@ -28,9 +28,7 @@ shutdown()
     ("where", "message"),
     [
         # Its peers wait for it in the handshake, until the launcher ends them.
-        pytest.param(
-            "constructor", "sync_every must be an integer of at least 1, but got 0", id="before the handshake"
-        ),
+        pytest.param("constructor", "sync_every must be an integer of at least 1, a list", id="before the handshake"),
         pytest.param(
             "training", "max_steps: 8 on ranks 0, 2-3; 7 on rank 1", id="in the handshake", marks=pytest.mark.slow
         ),

@@ -45,6 +45,8 @@ for rank in "${!hosts[@]}"; do
 done
 
 # The first machine that fails ends the others, which would otherwise wait for their next collective's timeout.
+# By number: without, `wait -n` is content with the end of a `sed` above too, and a machine that is done early would end
+# the others. It complains of numbers that it has waited for already.
 for _ in "${hosts[@]}"; do
-    wait -n
+    wait -n "${pids[@]}" 2>/dev/null
 done
