@@ -309,7 +309,7 @@ def expected() -> tuple[float, float, float]:
         federation = Federation(tiny_llama())
     made = federation.rounds
     before = made.border_seconds
-    federation.train(draws(dist.get_rank())[0])
+    made.count_step(federation.train(draws(dist.get_rank())[0]))
     made.restore_inside(made.state_inside())
     inside = made.border_seconds
     made.close()

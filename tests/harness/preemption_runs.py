@@ -146,7 +146,7 @@ def train(
         "evaluated": {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row},
         "rounds": [row["fedshard/round"] for row in history if "fedshard/round" in row],
         "preempted": preempted,
-        "train_loss": history[-1].get("train_loss"),
+        "train_loss": (history or [{}])[-1].get("train_loss"),
         "losses_held": float(trainer._tr_loss),
     }
     if preempted is None:
