@@ -58,7 +58,7 @@ def test_an_epoch_in_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
     assert sorted(groups[0].values()) == [2, 2, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("kind", ["torch", "one file", "files"])
+@pytest.mark.parametrize("kind", ["torch", pytest.param("one file", marks=pytest.mark.slow), "files"])
 @pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_streams_of_unequal_length(size: int, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
@@ -119,7 +119,7 @@ def test_a_function_of_the_group(world4: WorkerPool, tmp_path: Path) -> None:
         group_dataset(lambda group: [1], 2)[0]
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_training_is_the_reference(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
     data = group_dataset([ListDataset(token_samples(150)), ListDataset(token_samples(40, seed=1))])
@@ -171,7 +171,7 @@ def num_samples(folder: str, data: Any, **changes: Any) -> float:
     return float(metrics["train_samples_per_second"] * metrics["train_runtime"])
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_trainer_counts_all_groups(world4: WorkerPool, tmp_path: Path, own: bool) -> None:
     data = group_dataset(parts(12, 4)) if own else ListDataset(numbered(16))
     found = world4.run(num_samples, str(tmp_path), data, env=FL_FSDP, limit_seconds=LIMIT, **EPOCH)
@@ -242,7 +242,9 @@ def loop(kind: str, through_plugin: bool = True, wrapped: bool = False) -> list[
     return [int((row[0] - 3) * 90 + row[1] - 3) for batch in recorder.batches for row in batch["input_ids"]]
 
 
-@pytest.mark.parametrize("kind", ["map", "table", "stream"])
+@pytest.mark.parametrize(
+    "kind", ["map", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("table", "stream"))]
+)
 def test_in_a_loop(world4: WorkerPool, kind: str) -> None:
     drawn = world4.run(loop, kind, env=FL_FSDP, init_group=False, limit_seconds=LIMIT)
     groups = by_group(drawn)
@@ -250,6 +252,7 @@ def test_in_a_loop(world4: WorkerPool, kind: str) -> None:
     assert groups[1] == dict.fromkeys(range(12, 16), 3)
 
 
+@pytest.mark.slow
 def test_in_a_loop_of_fl_hsdp(world8: WorkerPool) -> None:
     drawn = world8.run(loop, "stream", env=FL_HSDP, init_group=False, limit_seconds=LIMIT)
     assert by_group(drawn) == [dict.fromkeys(range(12), 2), dict.fromkeys(range(12, 16), 6)]

@@ -91,7 +91,7 @@ def test_bounds(minimum: int, maximum: int, expected: int) -> None:
     assert ("above max_sync_share" in periods.news) == (expected < 190)
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_list_is_the_reference(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
     ranks = run(pool, tmp_path, kind="double", native=True, sync_every="1x2,3x1,*2", max_steps=13)
@@ -117,6 +117,7 @@ def test_by_drift_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
     assert_matches(ranks, refer(ranks, sync_every=set(borders)), "llama", 1e-4)
 
 
+@pytest.mark.slow
 def test_by_time_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
     """Four rounds of 2 to measure, then the choice: the clocks of the ranks differ, the choice must not."""
     ranks = run(

@@ -26,12 +26,7 @@ from tests.harness.preemption_runs import Pause, train
 LIMIT = 60.0
 # Too short for any further step: the group that gets the signal gives up on the border at once.
 NO_TIME = 0.01
-QUICK = {
-    *("later round", "end of an epoch", "accumulation", "lora", "buffers"),
-    *("outer loop", "proximal term alone"),
-    *("between synchronous steps", "end of an epoch, one group"),
-    *("any rank", "dropout and a due evaluation", "one group"),
-}
+QUICK = {"later round", "accumulation", "outer loop", "any rank", "one group"}
 # Counted from where a process has begun.
 OF_A_PROCESS = ("batches", "train_loss", "losses_held")
 WHOLE: dict[str, list[dict[str, Any]]] = {}
@@ -224,7 +219,7 @@ def test_the_last_round_comes_to_its_end(world4: WorkerPool, tmp_path: Path) -> 
     assert checkpoints(tmp_path / "ended") == checkpoints(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("logged", [False, True])
+@pytest.mark.parametrize("logged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_mean_loss_is_of_the_steps_since_the_resume(world4: WorkerPool, tmp_path: Path, logged: bool) -> None:
     options: dict[str, Any] = {"sync_every": 4, "logging_strategy": "steps" if logged else "no", "logging_steps": 4}
     whole = uninterrupted(world4, tmp_path / "whole", **options)
@@ -259,7 +254,7 @@ def trainer_of(model: Any) -> Any:
     return next(value for value in gc.get_objects() if isinstance(value, Trainer) and value.model is model)
 
 
-@pytest.mark.parametrize("what", ["raise", "save"])
+@pytest.mark.parametrize("what", ["raise", pytest.param("save", marks=pytest.mark.slow)])
 def test_what_fails_at_the_end_of_training_changes_nothing(world4: WorkerPool, tmp_path: Path, what: str) -> None:
     ending = (0, 3, {2: 2, 3: 2})
     ended = run(world4, tmp_path, ending=ending, grace_seconds=NO_TIME, callbacks=(AtTheEnd(what),), sync_every=5)

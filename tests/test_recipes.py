@@ -46,7 +46,7 @@ def _rounds(folder: Path) -> list[int]:
     return [logs["fedshard/round"] for logs in history if "fedshard/round" in logs]
 
 
-@pytest.mark.parametrize("federated", [True, False])
+@pytest.mark.parametrize("federated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_classification(world4: WorkerPool, tmp_path: Path, federated: bool) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -83,7 +83,7 @@ def _chats(folder: Path) -> None:
         write_rows(folder / f"{name}.jsonl", rows)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_chat(world4: WorkerPool, tmp_path: Path, kind: str) -> None:
     """Full and padded, LoRA and packed. Adapters merge into a model with the perplexity that was reported."""
     from datasets import load_dataset
@@ -154,6 +154,7 @@ def test_parts_of_the_data_by_group(world4: WorkerPool, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_an_epoch_of_parts(world4: WorkerPool, tmp_path: Path) -> None:
     """One pass over the longest part by the ranks of its group; and as many parts as groups."""
     save_tiny_model(tmp_path / "model")

@@ -133,6 +133,7 @@ def test_as_plain_python(tmp_path: Path) -> None:
         assert [code, *output] == [plain.returncode, plain.stdout, plain.stderr]
 
 
+@pytest.mark.slow
 def test_a_standard_script(root: Path, tmp_path: Path) -> None:
     """The kind of `run_clm.py`; the model that is evaluated, saved and loaded is the average of the groups."""
     save_tiny_model(tmp_path / "model")

@@ -39,7 +39,7 @@ def test_phases() -> None:
         Phases(0, 2, None)
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_is_synchronous_training(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A whole run of synchronous steps is stock HSDP: clipped, accumulated, with unequal token counts; in double."""
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
@@ -60,7 +60,7 @@ def test_is_synchronous_training(size: int, tmp_path: Path, request: pytest.Fixt
     assert largest(federated[0]["state"], stock[0]["state"]) > 1e-4, "synchronous steps must matter"
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_then_federated_then_synchronous(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
     settings = {"sync_steps_at_start": 4, "sync_steps_at_end": 3}
@@ -80,7 +80,9 @@ def test_then_federated_then_synchronous(size: int, tmp_path: Path, request: pyt
     assert [row["fedshard/drift"] > 0 for row in rows] == [False, False, True, True, False]
 
 
-@pytest.mark.parametrize("kind", ["lora", "tied", "frozen"])
+@pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "frozen"))]
+)
 def test_kinds_of_models(world4: WorkerPool, kind: str, tmp_path: Path) -> None:
     options = {"kind": kind, "max_steps": 4}
     ours = run(world4, tmp_path, settings={"sync_steps_at_start": 4}, **options)
@@ -89,6 +91,7 @@ def test_kinds_of_models(world4: WorkerPool, kind: str, tmp_path: Path) -> None:
     assert largest(stock[0]["state"], make_model(kind).state_dict()) > 1e-3
 
 
+@pytest.mark.slow
 def test_bf16(world4: WorkerPool, tmp_path: Path) -> None:
     """Mixed precision: the gradients that cross are those FSDP2 reduces, and the groups stay equal bit for bit."""
     ranks = run(world4, tmp_path, bf16=True, max_steps=4, settings={"sync_steps_at_start": 4})
@@ -126,7 +129,7 @@ def watched(folder: str, **settings: Any) -> dict[str, Any]:
     return {"crossing": crossing, "borders": timeline.borders, "hooks": hooks, "sent": sent}
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_only_they_cross_groups(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
     env = fsdp_launch_env(pool.world_size // 2, 2)
@@ -255,7 +258,7 @@ def with_fp16(trainer: bool, folder: str) -> None:
             plugin.federate(accelerator, tiny_llama(), num_training_steps=9)
 
 
-@pytest.mark.parametrize("trainer", [True, False])
+@pytest.mark.parametrize("trainer", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_fp16_at_the_end_is_refused(world4: WorkerPool, tmp_path: Path, trainer: bool) -> None:
     env = fsdp_launch_env(2, 2, mixed_precision="fp16")
     errors = world4.run_failing(with_fp16, trainer, str(tmp_path), env=env, init_group=False, limit_seconds=60)

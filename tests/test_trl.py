@@ -142,7 +142,7 @@ def _dpo(model: nn.Module, batches: list[dict[str, torch.Tensor]], reference: nn
     return means | {"seen": seen}
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_trl(world4: WorkerPool, tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -95,7 +95,6 @@ EVALUATION_CELLS = [
         IN_TRAINING,
         options=with_argmax,
         after=evaluated,
-        fast=True,
     ),
     Cell(
         "batch_eval_metrics",

@@ -141,6 +141,5 @@ OPTIMIZER_CELLS = [
         options=evaluation,
         train=train_and_tell_rates,
         check=rate_was_reduced,
-        fast=True,
     ),
 ]

@@ -126,14 +126,12 @@ SHARDING_CELLS = [
         "gradient accumulation",
         "`gradient_accumulation_steps=3`",
         {"gradient_accumulation_steps": 3},
-        fast=True,
     ),
     Cell(
         "gradient checkpointing of Trainer",
         "`gradient_checkpointing=True`",
         {"gradient_checkpointing": True},
         check=trainer_recomputes,
-        fast=True,
     ),
     Cell(
         "activation checkpointing of FSDP",
