@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "synchronous at the start": ({"sync_steps_at_start": 6}, "sync_steps_at_start=0, this is 6"),
     "synchronous at the end": ({"sync_steps_at_end": 4}, "sync_steps_at_end=0, this is 4"),
     "a part": ({"resume": "checkpoint-5/group_00001"}, "is the part of one group"),
-    "fewer steps": ({"max_steps": 7}, "stands at step 7, and the run ends at step 7"),
+    "fewer steps": ({"max_steps": 7}, "stands at step 7, 3 steps into a round, and the run ends at step 7"),
 }
 
 
