@@ -71,7 +71,7 @@ def test_workers_survive_a_signal_of_others(method: str) -> None:
     shield_workers(loader)
     shield_workers(loader)  # an evaluation's loader is handed out again
     inner = iter(skip_first_batches(loader, 3).base_dataloader)
-    assert next(inner) == (3, "0")
+    assert [next(inner), next(inner)] == [(3, "0"), (4, "1")], "both workers are there, with what their user gave them"
     workers = inner._workers  # type: ignore[attr-defined]
     for worker in workers:
         subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
@@ -80,7 +80,7 @@ def test_workers_survive_a_signal_of_others(method: str) -> None:
         worker.is_alive() or worker.exitcode == 0 for worker in workers
     )
     again = iter(loader.base_dataloader)
-    assert next(again) == (0, "0")
+    assert [next(again), next(again)] == [(0, "0"), (1, "1")]
     for worker in again._workers:  # type: ignore[attr-defined]
         worker.terminate()
         worker.join(5)
