@@ -54,7 +54,7 @@ class EndlessStream(IterableDataset[Any]):
             if empty:
                 raise RuntimeError(
                     "A stream of training data cannot be read a second time. Give each group a dataset that can be, or as "
-                    "many samples as its steps need."
+                    "many samples as its steps need and a batch of each rank more, which is read ahead."
                 )
 
     def set_epoch(self, epoch: int) -> None:
