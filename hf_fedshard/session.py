@@ -65,7 +65,7 @@ class TrainingSession:
         self.config = config
         self.preemption = preemption
         self.in_round = False
-        for attribute in (*TRAINER_COUNTERS, "_total_loss_scalar"):
+        for attribute in (*TRAINER_COUNTERS, "_initial_global_step"):
             check_attribute(trainer, attribute)
         agree_on_training(trainer, at_border=inside is None)
         optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -131,8 +131,8 @@ class TrainingSession:
         for name, value in state["trainer"].items():
             held = getattr(trainer, name)
             setattr(trainer, name, value.to(held.device) if isinstance(held, torch.Tensor) else value)
-        # Trainer divides the sum of all losses by the steps of this process: those of the one before it are taken off.
-        trainer._total_loss_scalar = -trainer._tr_loss.item()
+        # The losses that are held are those since the last log, so Trainer's mean at the end is over the steps since then.
+        trainer._initial_global_step = trainer._globalstep_last_logged
         self.in_round = True
         # Its last step is the next one, and the others are told before it.
         self._still_to_arrive = self._steps_left == 1

@@ -147,7 +147,6 @@ def train(
         "rounds": [row["fedshard/round"] for row in history if "fedshard/round" in row],
         "preempted": preempted,
         "train_loss": (history or [{}])[-1].get("train_loss"),
-        "losses_held": float(trainer._tr_loss),
     }
     if preempted is None:
         dist.barrier()
