@@ -16,6 +16,7 @@ from .exchange import plan_exchange, run_exchange
 from .initial import hold_the_same_bits
 from .mesh import FederationMesh
 from .metrics import exchange_rows
+from .moments import reset_moments
 
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ def unify_moments(
         return 0, False
     if not _all_equal(rows) or any(rows["quantised"]):
         for optimizer in optimizers:
-            optimizer.state.clear()
+            reset_moments(optimizer)
         if dist.get_rank() == 0:
             logger.warning(
                 "The optimizer moments of the groups cannot be averaged before the synchronous steps at the end (%s): all "

@@ -7,34 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.folders import WORDS
 from tests.harness.launch import accelerate_launch
 
 
 def write_corpus(path: Path) -> None:
     """Ten years of texts: those of the year ending in 7 are held out, as in the demo."""
-    words = [
-        "the",
-        "people",
-        "of",
-        "this",
-        "union",
-        "have",
-        "in",
-        "all",
-        "years",
-        "asked",
-        "their",
-        "congress",
-        "for",
-        "peace",
-        "and",
-        "for",
-        "fair",
-        "roads",
-    ]
     rows = []
     for number in range(120):
-        text = " ".join(words[(number * step + step) % len(words)] for step in range(40))
+        text = " ".join(WORDS[(number * step + step) % len(WORDS)] for step in range(40))
         rows.append(json.dumps({"text": text, "year": 1990 + number % 10}))
     path.write_text("\n".join(rows))
 

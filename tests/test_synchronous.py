@@ -326,3 +326,21 @@ def test_moments_that_a_group_has_lost(world4: WorkerPool) -> None:
     for rank in world4.run(unify, True):
         assert rank[1] == []
         assert rank[3] is True
+
+
+def unify_adagrad() -> int:
+    """Its state is made at construction: what is merely dropped could make no further step."""
+    from hf_fedshard.synchronous import unify_moments
+    from tests.harness.two_groups import Federation
+
+    federation = Federation(tiny_llama())
+    optimizer = torch.optim.Adagrad(federation.model.parameters(), lr=1e-2)
+    if dist.get_rank() < 2:
+        optimizer.state.clear()
+    assert unify_moments([optimizer], federation.mesh, 4096) == (0, True)
+    return len(optimizer.state)
+
+
+def test_adagrad_keeps_a_state_to_step_with(world4: WorkerPool) -> None:
+    lost, _, kept, _ = world4.run(unify_adagrad)
+    assert lost == 0 < kept
