@@ -226,7 +226,8 @@ def test_tested_versions_agree(root: Path) -> None:
 
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (root / "constraints.txt").read_text(), re.M))
     stated = dict(re.findall(r"(torch|accelerate|transformers) ([\d.]+)", TESTED_VERSIONS))
-    readme = dict(re.findall(r"(torch|accelerate|transformers) (\d+\.\d+\.\d+)", (root / "README.md").read_text()))
+    stated_versions = re.findall(r"(torch|accelerate|transformers) (\d+\.\d+\.\d+)", (root / "README.md").read_text())
+    readme = dict(reversed(stated_versions))  # the newest set is the one that is named first
     assert set(stated) == {"torch", "accelerate", "transformers"} == set(readme) == set(versions())
     for package, version in stated.items():
         assert pinned[package].startswith(version + "."), package
