@@ -20,7 +20,8 @@ from .checkpoint import (
     save_federation,
     together,
 )
-from .checkpoint_folder import Staging, check_whole, clean_up, list_checkpoints, rotate
+from .checkpoint_choice import check_whole, list_checkpoints
+from .checkpoint_folder import Staging, clean_up, rotate
 from .manifest import CheckpointError, has_manifest
 from .model_files import gather_adapters, write_model_files
 from .outer_checkpoint import load_outer_state, take_outer_state

@@ -1,10 +1,9 @@
-"""Where checkpoints lie: written aside, renamed when complete, old ones deleted only then, the newest whole one found."""
+"""How checkpoints are written: aside, renamed when complete, and old ones deleted only then."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import tempfile
 import uuid
@@ -13,9 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .checkpoint import DESCRIPTION_NAME, together
+from .checkpoint import together
+from .checkpoint_choice import list_checkpoints, number_of
 from .manifest import MANIFEST_NAME, CheckpointError, find_damage, has_manifest, write_manifest
-from .parts import PART, complete, is_undamaged, kind_of
+from .parts import complete, is_undamaged
 
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 SAVING = ".saving-"
 """What stands before the name of a checkpoint while it is written."""
 _REMOVING = ".removing-"
-_NAME = re.compile(r"^checkpoint[-_](\d+)$")  # Trainer's, and Accelerate's automatic ones
 
 
 class Staging:
@@ -202,97 +201,13 @@ def rotate(run_dir: Path, limit: int | None, keep: list[Path]) -> None:
     spared = {path.resolve() for path in keep}
     whole = [path for path in list_checkpoints(run_dir) if not has_manifest(path) or not find_damage(path, 0, 0)]
     # By the time of completion: an earlier run may have left higher numbers.
-    whole.sort(key=lambda path: (_completed_at(path), _number(path)))
+    whole.sort(key=lambda path: (_completed_at(path), number_of(path)))
     # As Trainer does: the best one counts, and with a limit of 1 it is left beside the newest.
     removable = [path for path in whole if path.resolve() not in spared]
     num_kept = max(limit, len(whole) - len(removable))
     for path in removable[: max(0, len(whole) - num_kept)]:
         logger.info("Deleting older checkpoint [%s] due to save_total_limit=%d", path, limit)
         remove(path)
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """
-    The folders `checkpoint-<step>` (under Accelerate `checkpoint_<number>`), highest first.
-
-    Args:
-        run_dir (`Path`):
-            Where to look.
-    """
-    if not run_dir.is_dir():
-        return []
-    found = [path for path in run_dir.iterdir() if _NAME.match(path.name) and path.is_dir()]
-    return sorted(found, key=_number, reverse=True)
-
-
-def check_whole(folder: Path, how: str = "resume_from_checkpoint={!r}") -> None:
-    """
-    Makes sure that a checkpoint is complete and can be resumed from. Collective over the world; the ranks share the
-    reading of its files.
-
-    Args:
-        folder (`Path`):
-            The checkpoint, the same on all ranks.
-        how (`str`, *optional*):
-            How to write that another one is to be used, for the message.
-
-    Raises:
-        CheckpointError: On every rank, if not: it names the files, and a checkpoint that can be used instead.
-    """
-    problem = _problem(folder)
-    if problem is None:
-        return
-    # All ranks have the same list from rank 0, and the same answer for each folder in it, so they stay together.
-    others: list[list[Path]] = [[path for path in list_checkpoints(folder.parent) if path.name != folder.name]]
-    dist.broadcast_object_list(others, src=0)
-    whole = next((path for path in others[0] if _problem(path) is None), None)
-    advice = (
-        f"Whole, and the newest to be used instead: {how.format(str(whole))}."
-        if whole is not None
-        else f"{folder.parent} holds no other checkpoint that can be resumed from."
-    )
-    raise CheckpointError(f"Cannot resume from {folder}: {problem} {advice}")
-
-
-def _problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, the same text on all ranks. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    kinds: list[str | None] = [_unfit(folder)]
-    dist.broadcast_object_list(kinds, src=0)
-    if kinds[0] is not None:
-        return kinds[0]
-    found: list[list[str]] = [[] for _ in range(world)]
-    dist.all_gather_object(found, find_damage(folder, rank, world))
-    damage = sorted({line for lines in found for line in lines})
-    if not damage:
-        return None
-    return f"it is damaged: {'; '.join(damage[:5])}{f' and {len(damage) - 5} more' if len(damage) > 5 else ''}."
-
-
-def _unfit(folder: Path) -> str | None:
-    if not folder.is_dir():
-        return "there is no such folder."
-    if kind_of(folder) == PART:
-        return f"it is the part of one group. Give the checkpoint itself, {folder.parent}."
-    if not has_manifest(folder):
-        return (
-            "it was not saved by hf_fedshard. A stock checkpoint of a federated run holds one optimizer state, mixed or "
-            "of group 0, for all groups, so its optimizer is refused. Its weights can be used: load them with "
-            "from_pretrained, after `accelerate merge-weights` where they are sharded."
-        )
-    if (
-        (folder / MANIFEST_NAME).exists()
-        and not (folder / DESCRIPTION_NAME).exists()
-        and not find_damage(folder, 0, 0)
-    ):
-        return "it was saved with save_only_model=True and holds no optimizer state. Load its weights with from_pretrained."
-    return None
-
-
-def _number(path: Path) -> int:
-    match = _NAME.match(path.name)
-    assert match is not None
-    return int(match.group(1))
 
 
 def _completed_at(path: Path) -> float:

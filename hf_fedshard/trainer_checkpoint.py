@@ -32,7 +32,8 @@ from .checkpoint import (
     save_federation,
     together,
 )
-from .checkpoint_folder import Staging, check_whole, check_writable, clean_up, list_checkpoints, rotate
+from .checkpoint_choice import check_whole, list_checkpoints
+from .checkpoint_folder import Staging, check_writable, clean_up, rotate
 from .config import FederationConfig
 from .group_checkpoint import load_buffers, load_progress
 from .manifest import CheckpointError

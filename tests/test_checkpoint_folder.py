@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_fedshard.checkpoint_folder import clean_up, list_checkpoints, rotate
+from hf_fedshard.checkpoint_choice import list_checkpoints
+from hf_fedshard.checkpoint_folder import clean_up, rotate
 from hf_fedshard.manifest import MANIFEST_NAME, find_damage, write_manifest
 from hf_fedshard.reshape import nearest_group
 from hf_fedshard.state_values import decode, encode

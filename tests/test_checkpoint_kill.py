@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_fedshard import checkpoint_folder, tensor_store
-from hf_fedshard.checkpoint_folder import list_checkpoints
+from hf_fedshard.checkpoint_choice import list_checkpoints
 from hf_fedshard.manifest import find_damage
 from tests.harness.checkpoint_runs import checkpoints, differences, forget_meshes, make_trainer, state_of
 from tests.harness.launch_env import fsdp_launch_env

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 from hf_fedshard import rounds
-from hf_fedshard.checkpoint_folder import list_checkpoints
+from hf_fedshard.checkpoint_choice import list_checkpoints
 from hf_fedshard.manifest import find_damage
 from tests.harness.checkpoint_runs import checkpoints, differences
 from tests.harness.launch_env import fsdp_launch_env

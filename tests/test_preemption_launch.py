@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fedshard.checkpoint_folder import list_checkpoints
+from hf_fedshard.checkpoint_choice import list_checkpoints
 from hf_fedshard.manifest import find_damage
 from tests.harness.checkpoint_runs import differences, train
 from tests.harness.launch import accelerate_launch, free_port, kill_tree, launch_command, start_tree
