@@ -35,7 +35,7 @@ def _dry_run(root: Path, preset: str, replicate: int, shard: int) -> dict[str, A
     ("setting", "replicate", "shard", "groups", "replicas", "sequences", "step"),
     [
         pytest.param("fl-fsdp", 128, 4, 128, 1, 8, FSDP_STEP, id="FL+FSDP"),
-        pytest.param("fl-hsdp", 128, 4, 16, 8, 64, HSDP_STEP, id="FL+HSDP"),
+        pytest.param("fl-hsdp", 128, 4, 16, 8, 64, HSDP_STEP, id="FL+HSDP", marks=pytest.mark.slow),
         pytest.param("hsdp", 128, 4, 1, 128, 1024, HSDP_STEP, id="HSDP", marks=pytest.mark.slow),
         pytest.param("fsdp", 1, 512, 1, 1, 1024, FSDP_STEP, id="FSDP", marks=pytest.mark.slow),
     ],

@@ -20,7 +20,7 @@ def write_corpus(path: Path) -> None:
     path.write_text("\n".join(rows))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_demo_command(root: Path, tmp_path: Path, streaming: bool) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
     changes = ["--output_dir", str(tmp_path / "run"), "--train_file", str(tmp_path / "corpus.jsonl")]

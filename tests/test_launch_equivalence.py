@@ -16,8 +16,10 @@ from tests.test_trainer_equivalence import native
 
 @pytest.mark.parametrize(
     ("config", "env"),
-    [("cpu_fl_fsdp_4proc.yaml", {}), ("cpu_fl_hsdp_8proc.yaml", {"FEDSHARD_NUM_GROUPS": "2"})],
-    ids=["fl_fsdp", "fl_hsdp"],
+    [
+        pytest.param("cpu_fl_fsdp_4proc.yaml", {}, id="fl_fsdp"),
+        pytest.param("cpu_fl_hsdp_8proc.yaml", {"FEDSHARD_NUM_GROUPS": "2"}, id="fl_hsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_launched_training_is_the_reference(config: str, env: dict[str, str], root: Path, tmp_path: Path) -> None:
     """20 AdamW steps of 2 micro-batches, in rounds of 3, clipped, with unequal token counts, in fp32 and float64."""

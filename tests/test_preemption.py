@@ -26,7 +26,7 @@ from tests.harness.preemption_runs import Pause, train
 LIMIT = 60.0
 # Too short for any further step: the group that gets the signal gives up on the border at once.
 NO_TIME = 0.01
-QUICK = {"later round", "accumulation", "outer loop", "any rank", "one group"}
+QUICK = {"later round", "outer loop", "any rank", "one group"}
 # Counted from where a process has begun.
 OF_A_PROCESS = ("batches", "train_loss")
 WHOLE: dict[str, list[dict[str, Any]]] = {}
@@ -120,6 +120,7 @@ def test_alone(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     assert_alone(world4, tmp_path, steps, name, **options)
 
 
+@pytest.mark.slow
 def test_alone_fl_hsdp(world8: WorkerPool, tmp_path: Path) -> None:
     assert_alone(world8, tmp_path, (6, 5), "checkpoint-5", signal_rank=3, num_groups=2, sync_every=4)
 

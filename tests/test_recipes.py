@@ -176,6 +176,7 @@ def test_an_epoch_of_parts(world4: WorkerPool, tmp_path: Path) -> None:
     assert all("holds data for 3 groups, but the federation has num_groups=2" in error.message for error in errors)
 
 
+@pytest.mark.slow
 def test_loop_without_trainer(world4: WorkerPool, tmp_path: Path) -> None:
     """An epoch and a half, accumulated; a resumed run ends where the uninterrupted one does."""
     from safetensors.torch import load_file

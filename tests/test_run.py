@@ -133,7 +133,6 @@ def test_as_plain_python(tmp_path: Path) -> None:
         assert [code, *output] == [plain.returncode, plain.stdout, plain.stderr]
 
 
-@pytest.mark.slow
 def test_a_standard_script(root: Path, tmp_path: Path) -> None:
     """The kind of `run_clm.py`; the model that is evaluated, saved and loaded is the average of the groups."""
     save_tiny_model(tmp_path / "model")
@@ -159,6 +158,7 @@ def test_a_standard_script(root: Path, tmp_path: Path) -> None:
     assert loaded(**tokenizer(sentences(1), return_tensors="pt")).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_several_trainers_in_one_script(root: Path, tmp_path: Path) -> None:
     """The kinds of `run_mlm.py` and `run_glue.py`, without `use_cpu`, with an option named like one of the runner."""
     save_tiny_model(tmp_path / "model", "distilbert")

@@ -273,7 +273,7 @@ def test_fp16_at_the_end_is_refused(world4: WorkerPool, tmp_path: Path, trainer:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync_steps_at_start": 6},
+        pytest.param({"sync_steps_at_start": 6}, marks=pytest.mark.slow),
         pytest.param(
             {"sync_steps_at_start": 6, "gradient_accumulation_steps": 2, "bf16": True}, marks=pytest.mark.slow
         ),

@@ -32,8 +32,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "double"])
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [(4, "llama"), (4, "double"), pytest.param(8, "llama", marks=pytest.mark.slow), (8, "double")],
+)
 def test_is_the_reference(size: int, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """FL+FSDP with 2 groups of 2 shards, FL+HSDP with 2 groups of 2 replicas of 2 shards; 20 steps in rounds of 3."""
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
