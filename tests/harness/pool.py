@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -206,7 +207,9 @@ class WorkerPool:
         for rank in ranks:
             process = self._processes[rank]
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, DUMP_SIGNAL)
+                # It may end between the two lines, where all ranks are killed at once.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, DUMP_SIGNAL)
         time.sleep(0.3)  # the dump is written by a signal handler
         stacks = [f"--- rank {rank} is here\n{_tail(folder / f'{rank}.log', sizes[rank] - 1500)}" for rank in ranks]
         for process in self._processes:
