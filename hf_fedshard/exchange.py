@@ -260,6 +260,7 @@ class Flat:
         self.view = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
     def write_back(self) -> None:
+        """Puts a copy back to where it was taken from."""
         if not self.tensor.is_contiguous():
             self.tensor.copy_(self.view.view(self.tensor.shape))
 
