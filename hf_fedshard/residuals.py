@@ -27,6 +27,10 @@ class Residuals:
         self.flats: list[torch.Tensor] = []
         self._loaded: dict[str, torch.Tensor] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there has been an exchange to owe something from, the same on all ranks."""
+        return self.plan is not None or bool(self._loaded)
+
     def reset(self) -> None:
         """Nothing is owed."""
         self.plan, self.flats, self._loaded = None, [], {}
