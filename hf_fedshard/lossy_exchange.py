@@ -61,7 +61,7 @@ def run_lossy_exchange(
     decode the same bytes and add the result to `start`. So all end with the same bits, and each byte crosses the slow tier
     once. With several replicas in a group each does this for its slice, and they hand each other the encoded sums.
 
-    **Error feedback** (arXiv 1901.09847): what encoding a share has lost is added to the share of the next round, and what
+    **Error feedback** (arXiv 1901.09847, in both directions as in arXiv 1905.05957): what encoding a share has lost is added to the share of the next round, and what
     encoding a sum has lost to the next share of the rank that encoded it. So the sum over rounds of what arrives differs
     from that of what was trained by what the residuals hold at the end, and errors do not add up. A group with the weight 0
     sends zeros, and forgets its residuals.
@@ -72,8 +72,9 @@ def run_lossy_exchange(
     order on all of its ranks, and none waits for a call behind one that a peer has not reached. While a bucket is packed or
     decoded, another one is on the wire.
 
-    Beside the tensors it takes, in buckets of the plan: one for the shares of the own slice, one for what is decoded, and
-    five of encoded bytes, two of them again for each replica but one.
+    It takes, beside the tensors, two slices of a bucket for shares and what is decoded, four encoded slices and an encoded
+    bucket, with several replicas one encoded slice more; for parameters of other dtypes and anchors on other devices
+    their pieces.
 
     Args:
         plan ([`ExchangePlan`]):

@@ -12,8 +12,8 @@ class OuterMemory:
     Makes room for what lives from border to border.
 
     In host memory it is pinned where the device is no CPU, so that copies run at the full rate of the bus. Torch rounds
-    pinned tensors up to powers of two, so host memory may be taken up to twice. Where the device is the CPU, working copies
-    are made all the same: the bits, and what is alive at a time, are those of a GPU.
+    pinned tensors up to powers of two, so host memory may be taken up to twice. Where the device is the CPU, an outer step
+    makes working copies all the same, so that it is the same code as on a GPU.
 
     Args:
         offload (`bool`):

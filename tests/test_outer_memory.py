@@ -24,12 +24,12 @@ from tests.test_exchange import make_mesh
 # docs/wire.md has these figures.
 STATED: dict[str, tuple[dict[str, Any], float, float]] = {
     "fedavg": ({}, 2, 0),
-    "fedavg bf16": ({"wire_format": "bf16"}, 5.5, 0),
-    "fedavg int8": ({"wire_format": "int8"}, 4.5, 0),
-    "fedavg int4": ({"wire_format": "int4"}, 4.5, 0),
+    "fedavg bf16": ({"wire_format": "bf16"}, 4.5, 0),
+    "fedavg int8": ({"wire_format": "int8"}, 3.4, 0),
+    "fedavg int4": ({"wire_format": "int4"}, 3.1, 0),
     "nesterov": ({"outer_optimizer": "nesterov"}, 2, 3),
     "fedadam": ({"outer_optimizer": "fedadam"}, 2, 5),
-    "nesterov int8": ({"outer_optimizer": "nesterov", "wire_format": "int8"}, 4.5, 3),
+    "nesterov int8": ({"outer_optimizer": "nesterov", "wire_format": "int8"}, 3.4, 3),
 }
 BUCKET, WIDTH = 64 * 1024, 256
 
@@ -72,8 +72,10 @@ def test_memory_of_a_border(sizes: tuple[int, int, int], device: str, world4: Wo
     for rank in world4.run(border_memory, sizes, device, limit_seconds=120):
         for name, (_, buckets, shards) in STATED.items():
             offloaded, beside = rank[name]
+            if device == "cuda" and buckets > 2:
+                buckets += 1  # a piece of the anchor, or a residual, is brought there
             stated = max(buckets * BUCKET, shards * shard)
-            assert 0.5 * stated < offloaded <= stated * 1.02 + 8192, (name, offloaded / BUCKET, offloaded / shard)
+            assert 0.9 * stated < offloaded <= stated * 1.02 + 8192, (name, offloaded / BUCKET, offloaded / shard)
             if "fedavg" not in name and "int" not in name:
                 assert beside <= offloaded, "what is brought to the device is there already without offload"
 
