@@ -15,10 +15,12 @@ from .config import FederationConfig
 from .exchange import ExchangePlan, average_replicated, plan_exchange, run_exchange
 from .held import Held
 from .lora import average_products, trained_pairs
+from .lossy_exchange import run_lossy_exchange
 from .mesh import Peers
 from .metrics import exchange_rows
 from .moments import moments_of, reset_moments
 from .outer import OuterLoop
+from .residuals import Residuals
 from .selection import Selection
 from .shards import all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
 
@@ -82,6 +84,7 @@ class ModelAverager:
         self.optimizers = optimizers
         self.selection = Selection(config)
         self.outer = OuterLoop(config)
+        self.residuals = Residuals(self.outer.memory)
         self._trained: set[str] = set()
         self._plans: dict[str, tuple[object, ExchangePlan]] = {}
         self._pairs = trained_pairs(model) if config.lora_average == "product" else []
@@ -99,6 +102,7 @@ class ModelAverager:
         """
         reshard(self.model)
         self.note_trainable(trained_before)
+        self.residuals.reset()
         if self.mesh.layout.num_groups > 1:
             self.outer.restart(self._averaged_shards())
 
@@ -139,9 +143,11 @@ class ModelAverager:
         problems += self._strays()
         buffers = persistent_buffers(self.model)
         paired = {name for pair in self._pairs for name in pair}
-        plans = {"parameters": self._plan("parameters", {n: t for n, t in means.items() if n not in paired})}
+        plans = self._parameter_plans({n: t for n, t in means.items() if n not in paired})
         if moments:
-            plans["moments"] = self._plan("moments", moments)
+            # They have no anchor to be a difference to. bfloat16 has fp32's range: a second moment cannot vanish in it.
+            wire_format = "fp32" if self.config.wire_format == "fp32" else "bf16"
+            plans["moments"] = self._plan("moments", moments, wire_format)
         if self._pairs:
             groups = self.mesh.layout.num_groups
             tables = {
@@ -186,19 +192,18 @@ class ModelAverager:
             [`Outcome`]: What it came to.
         """
         weight, total = weights[self.mesh.group_index], sum(weights)
-        device = self.mesh.device
         lora_error = None
         with torch.no_grad():
             paired = {name for pair in self._pairs for name in pair}
             plain = {name: mean for name, mean in held.means.items() if name not in paired}
-            report = run_exchange(held.plans["parameters"], plain, device, weight, total)
-            row = {"drift": report.squared_drift.item(), "norm": report.squared_norm.item()}
+            row = self._average_parameters(held, plain, weight, total)
             if self._pairs:
                 drift, norm, lora_error = self._average_adapters(held, weights)
                 row = {"drift": row["drift"] + drift, "norm": row["norm"] + norm}
             with_moments = with_moments and bool(held.moments)
             if with_moments:
-                run_exchange(held.plans["moments"], held.moments, device, weight, total)
+                run = run_lossy_exchange if held.plans["moments"].codec else run_exchange
+                run(held.plans["moments"], held.moments, self.mesh.device, weight, total)
             self._average_buffers(held, weight, total)
         row["pseudo_gradient"] = self.outer.form_pseudo_gradients(held.means, self._copies) if step else 0.0
         # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction.
@@ -229,7 +234,29 @@ class ModelAverager:
         with torch.no_grad():
             self._average_buffers(held, 1.0, float(self.mesh.layout.num_groups))
         self.outer.take(held.shards, held.shards)
+        # What was owed is of a model that has been trained without it since.
+        self.residuals.reset()
         return Outcome(0.0)
+
+    def _average_parameters(
+        self, held: Held, means: Mapping[str, torch.Tensor], weight: float, total: float
+    ) -> dict[str, float]:
+        """Forms the averages in `means`; this rank's part in their drift and norm."""
+        device, plan = self.mesh.device, held.plans["parameters"]
+        if plan.codec is None:
+            reports = [run_exchange(plan, means, device, weight, total)]
+        else:
+            # Lossy formats carry differences. What has no anchor yet is sent as it is, and gets one at this border.
+            newcomers = {name: mean for name, mean in means.items() if name not in self.outer.anchors}
+            known = {name: mean for name, mean in means.items() if name not in newcomers}
+            start, residuals = self.outer.round_start(held.shards), self.residuals.of(plan, device)
+            reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals)]
+            if newcomers:
+                reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total))
+        return {
+            "drift": sum(report.squared_drift.item() for report in reports),
+            "norm": sum(report.squared_norm.item() for report in reports),
+        }
 
     def _average_buffers(self, held: Held, weight: float, total: float) -> None:
         local = {name: buffer for name, buffer in held.buffers.items() if self.selection.is_local(name)}
@@ -268,10 +295,20 @@ class ModelAverager:
             for name in sorted(stray)[:1]
         ]
 
-    def _plan(self, part: str, tensors: Mapping[str, torch.Tensor]) -> ExchangePlan:
+    def _parameter_plans(self, means: Mapping[str, torch.Tensor]) -> dict[str, ExchangePlan]:
+        wire_format, anchors = self.config.wire_format, self.outer.anchors
+        newcomers = {} if wire_format == "fp32" else {n: mean for n, mean in means.items() if n not in anchors}
+        known = {name: mean for name, mean in means.items() if name not in newcomers}
+        plans = {"parameters": self._plan("parameters", known, wire_format)}
+        if newcomers:
+            plans["newcomers"] = self._plan("newcomers", newcomers)
+        return plans
+
+    def _plan(self, part: str, tensors: Mapping[str, torch.Tensor], wire_format: str = "fp32") -> ExchangePlan:
         names = tuple((name, tensor.numel(), tensor.dtype) for name, tensor in tensors.items())
         if part not in self._plans or self._plans[part][0] != names:
-            self._plans[part] = (names, plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes))
+            plan = plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes, wire_format)
+            self._plans[part] = (names, plan)
         return self._plans[part][1]
 
     def _average_adapters(self, held: Held, weights: Sequence[float]) -> tuple[float, float, float]:

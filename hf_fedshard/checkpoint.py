@@ -30,6 +30,7 @@ DESCRIPTION_NAME = f"{FEDERATION_FOLDER}/federation.json"
 MODEL_FOLDER = f"{FEDERATION_FOLDER}/model"
 OUTER_FOLDER = f"{FEDERATION_FOLDER}/outer"
 LOCAL_PREFIX = "local/"
+RESIDUAL_PREFIX = "residual/"
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,14 @@ class OuterState:
             Its settings and where it stands, for JSON.
         local (`frozenset[str]`):
             Names of the tensors of the model of which each group has its own.
+        residuals (`Mapping[str, torch.Tensor]`):
+            What this group still owes the others under a lossy wire format, sharded as the parameters.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     description: Mapping[str, Any] = field(default_factory=dict)
     local: frozenset[str] = frozenset()
+    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def together(what: str, error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
@@ -154,7 +158,7 @@ def save_federation(
     collective over the group.
 
     Order on every rank: what all ranks of the scope hold together, over the scope, the model and then the outer loop's;
-    each group's optimizer tensors and local layers, inside the group; one agreement over the scope. A rank that fails in
+    each group's optimizer tensors, local layers and residuals, inside the group; one agreement over the scope. A rank that fails in
     one of them takes part in the next, so nobody waits for it.
 
     Args:
@@ -192,6 +196,7 @@ def save_federation(
     everything = model_tensors(model)
     shared = {name: tensor for name, tensor in everything.items() if name not in outer.local}
     tensors |= {LOCAL_PREFIX + name: everything[name] for name in everything if name in outer.local}
+    tensors |= {RESIDUAL_PREFIX + name: tensor for name, tensor in outer.residuals.items()}
     try:
         for part, held in ((MODEL_FOLDER, shared), (OUTER_FOLDER, outer.tensors)):
             checksums = save_tensors(held, folder / part, scope) if held else {}

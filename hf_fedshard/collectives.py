@@ -45,6 +45,30 @@ class InMemoryGroup(ABC):
                 The peer.
         """
 
+    @abstractmethod
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """
+        Hands each peer its row.
+
+        Args:
+            received (`torch.Tensor`):
+                Of shape `(P, N)`: what each peer has for this one, written in place.
+            sent (`torch.Tensor`):
+                Of the same shape: what this one has for each peer.
+        """
+
+    @abstractmethod
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """
+        Puts the parts of all peers together.
+
+        Args:
+            whole (`torch.Tensor`):
+                Of shape `(P, N)`, written in place.
+            part (`torch.Tensor`):
+                Of shape `(1, N)`, this peer's.
+        """
+
 
 Group: TypeAlias = dist.ProcessGroup | InMemoryGroup
 
@@ -93,6 +117,24 @@ def all_reduce(tensor: torch.Tensor, group: Group) -> None:
         dist.all_reduce(tensor, group=group)
 
 
+def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Group) -> Pending:
+    """
+    Starts to hand each peer its row.
+
+    Args:
+        received (`torch.Tensor`):
+            Of shape `(P, N)`, contiguous: row `p` is to be what peer `p` has for this one.
+        sent (`torch.Tensor`):
+            Of the same shape: row `p` is for peer `p`. Both to be left alone until the result has been waited for.
+        group (`ProcessGroup` or [`InMemoryGroup`]):
+            The P peers.
+    """
+    if isinstance(group, InMemoryGroup):
+        group.all_to_all(received, sent)
+        return _Done()
+    return dist.all_to_all_single(received, sent, group=group, async_op=True)
+
+
 def broadcast(tensor: torch.Tensor, group: Group, group_src: int = 0) -> None:
     """
     Replaces a tensor by that of one peer.
@@ -117,11 +159,13 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
 
     Args:
         whole (`torch.Tensor`):
-            1-D, as many times `part` as there are peers; written in place.
+            Contiguous, the parts along its first dim; written in place.
         part (`torch.Tensor`):
-            1-D, this peer's.
+            This peer's.
         group (`ProcessGroup` or [`InMemoryGroup`]):
-            The peers. In memory no group is divided over several.
+            The peers.
     """
-    assert not isinstance(group, InMemoryGroup)
-    dist.all_gather_single(whole, part, group=group)
+    if isinstance(group, InMemoryGroup):
+        group.all_gather(whole, part)
+    else:
+        dist.all_gather_single(whole, part, group=group)

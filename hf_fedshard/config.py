@@ -19,6 +19,7 @@ from .outer_optimizers import SCHEDULES, format_options, is_plain_averaging, mak
 from .periods import ALLOWED, parse_stages
 from .selection import parse_patterns
 from .weights import describe_function, find_weight_function
+from .wire import WIRE_FORMATS
 
 
 RESHAPE_RULES = ("nearest", "average")
@@ -104,6 +105,12 @@ class FederationConfig:
             their products, factored again; `"freeze_a"`, B alone trains.
         proximal_mu (`float`, defaults to `0.0`):
             Strength of FedProx's pull towards the model at the last border.
+        wire_format (`str`, defaults to `"fp32"`):
+            How parameters cross the slow tier when they are averaged: `"fp32"`, or in fewer bytes, as differences to the
+            model at the last border, in `"bf16"`, `"int8"` or `"int4"`. See `docs/wire.md`.
+        offload_outer_state (`bool`, defaults to `False`):
+            Whether what the outer loop holds between borders, anchors, the outer optimizer's state and the residuals of
+            `wire_format`, lives in host memory.
 
     Raises:
         ValueError: If a value is out of its range; the message names the field, the value and what is allowed.
@@ -136,6 +143,8 @@ class FederationConfig:
     local_parameters: str | Sequence[str] = ""
     lora_average: str = "factors"
     proximal_mu: float = 0.0
+    wire_format: str = "fp32"
+    offload_outer_state: bool = False
 
     def __post_init__(self) -> None:
         if self.num_groups is not None:
@@ -153,9 +162,12 @@ class FederationConfig:
             ("outer_schedule", SCHEDULES),
             ("inner_moments", MOMENT_RULES),
             ("lora_average", LORA_RULES),
+            ("wire_format", WIRE_FORMATS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, but got {getattr(self, name)!r}.")
+        if not isinstance(self.offload_outer_state, bool):
+            raise ValueError(f"offload_outer_state must be True or False, but got {self.offload_outer_state!r}.")
         _check_outer(self)
 
     def comparable(self) -> dict[str, Any]:
@@ -295,6 +307,11 @@ def _check_outer(config: FederationConfig) -> None:
         raise ValueError(
             f"lora_average='product' cannot be stepped by outer_optimizer={config.outer_optimizer!r}: factors of one product "
             "differ from border to border without a meaning. Use the default outer settings, or lora_average='freeze_a'."
+        )
+    if config.lora_average == "product" and config.wire_format != "fp32":
+        raise ValueError(
+            f"lora_average='product' sends the factors of every group, and wire_format={config.wire_format!r} carries "
+            "differences of averages only. Use wire_format='fp32', or lora_average='factors' or 'freeze_a'."
         )
 
 

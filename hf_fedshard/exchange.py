@@ -3,6 +3,7 @@ The averaging engine: weighted means of slices of local shards between federatio
 
 It runs an *exchange plan* and knows nothing of groups or algorithms: for each flat bucket the pieces of local tensors
 in it, the process group that averages it, this rank's weight, and how its slices come back together inside the group.
+Formats of fewer bits are exchanged by [`run_lossy_exchange`].
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from .collectives import Group, Pending, all_gather, all_reduce, broadcast, start_all_reduce
 from .mesh import Peers
 from .shards import accumulation_dtype, to_wire
+from .wire import Codec, find_codec
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Bucket:
     A contiguous run of pieces that are exchanged together, all accumulated in `dtype`.
 
     `numel` counts the padding that makes it a multiple of the number of replicas, so that each averages an equal
-    slice.
+    slice; under a lossy format each peer sums whole blocks of a slice.
     """
 
     dtype: torch.dtype
@@ -54,11 +56,14 @@ class ExchangePlan:
         fast (`ProcessGroup`, *optional*):
             The ranks of this group among which the slices of a bucket are spread and put together again; `None` with a
             single replica, where a slice is the whole bucket.
+        codec ([`Codec`], *optional*):
+            The lossy format of what is exchanged; `None` for the buckets' own dtype.
     """
 
     buckets: tuple[Bucket, ...]
     slow: Group
     fast: Group | None
+    codec: Codec | None = None
 
     @property
     def num_slices(self) -> int:
@@ -71,17 +76,25 @@ class ExchangePlan:
         return 0 if self.fast is None else self.fast.rank()
 
     def slow_bytes(self) -> int:
-        """Bytes this rank sends over the slow tier in one averaging: a ring all-reduce of N bytes among P peers sends
-        2N(P-1)/P from each."""
-        peers, slices = self.slow.size(), self.num_slices
-        held = sum(bucket.numel // slices * bucket.dtype.itemsize for bucket in self.buckets)
-        return 2 * held * (peers - 1) // peers
+        """
+        Bytes this rank sends over the slow tier in one averaging. Of a slice of N bytes among P peers a ring all-reduce
+        sends 2N(P-1)/P from each; so do, of encoded bytes, the exchange of N/P with each peer and the ring all-gather of
+        what was summed.
+        """
+        peers = self.slow.size()
+        return 2 * sum(self._slice_bytes(bucket) for bucket in self.buckets) * (peers - 1) // peers
 
     def fast_bytes(self) -> int:
         """Bytes this rank sends inside its group in one averaging: a ring all-gather of N bytes among R ranks sends
         N(R-1)/R from each."""
-        slices = self.num_slices
-        return sum(bucket.numel // slices * bucket.dtype.itemsize * (slices - 1) for bucket in self.buckets)
+        return sum(self._slice_bytes(bucket) for bucket in self.buckets) * (self.num_slices - 1)
+
+    def _slice_bytes(self, bucket: Bucket) -> int:
+        numel = bucket.numel // self.num_slices
+        if self.codec is None:
+            return numel * bucket.dtype.itemsize
+        peers = self.slow.size()
+        return peers * self.codec.row_bytes(numel // peers)
 
 
 @dataclass
@@ -99,8 +112,33 @@ class AveragingReport:
     squared_drift: torch.Tensor
     squared_norm: torch.Tensor
 
+    @classmethod
+    def empty(cls, device: torch.device) -> AveragingReport:
+        """Of nothing yet."""
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
 
-def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: Peers, bucket_size_bytes: int) -> ExchangePlan:
+    def take(self, held: torch.Tensor, mean: torch.Tensor, counts: bool) -> None:
+        """
+        Replaces what a rank holds by the average, and notes how far it was from it.
+
+        Args:
+            held (`torch.Tensor`):
+                Written in place.
+            mean (`torch.Tensor`):
+                Of the same shape, in the dtype of the sums.
+            counts (`bool`):
+                Whether it has a part in the drift: what was left out of the average may be NaN.
+        """
+        if counts:
+            # In the memory of what is replaced, where its dtype is that of the sums: no temporary.
+            self.squared_drift += held.to(mean).sub_(mean).norm().double().square()
+        self.squared_norm += mean.norm().double().square()
+        held.copy_(mean)
+
+
+def plan_exchange(
+    tensors: Mapping[str, torch.Tensor], mesh: Peers, bucket_size_bytes: int, wire_format: str = "fp32"
+) -> ExchangePlan:
     """
     Packs local tensors into buckets. No communication: peers hold the same names, sizes and dtypes in the same order,
     which the start-up handshake has verified, and so arrive at the same plan.
@@ -111,31 +149,37 @@ def plan_exchange(tensors: Mapping[str, torch.Tensor], mesh: Peers, bucket_size_
         mesh ([`Peers`]):
             Gives the process groups.
         bucket_size_bytes (`int`):
-            Upper bound of a bucket.
+            Upper bound of a bucket, but that a block for each peer and replica is the least under a lossy format.
+        wire_format (`str`, defaults to `"fp32"`):
+            One of `WIRE_FORMATS`.
 
     Returns:
         [`ExchangePlan`]: The plan. Buckets hold one accumulation dtype each.
     """
-    slices = mesh.layout.replicate_size
+    codec = find_codec(wire_format)
+    # What a bucket's size is a multiple of.
+    granule = mesh.layout.replicate_size
+    if codec is not None:
+        granule *= mesh.fed.size() * codec.granule
     by_dtype: dict[torch.dtype, list[tuple[str, int]]] = {}
     for name, tensor in tensors.items():
         by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append((name, tensor.numel()))
     buckets: list[Bucket] = []
     for dtype, sizes in by_dtype.items():
-        # A multiple of the slices, so that only the last bucket of a dtype is padded.
-        capacity = max(bucket_size_bytes // dtype.itemsize // slices, 1) * slices
-        buckets.extend(_fill_buckets(sizes, dtype, capacity, slices))
-    return ExchangePlan(tuple(buckets), mesh.fed, mesh.replicate)
+        # A multiple of it, so that only the last bucket of a dtype is padded.
+        capacity = max(bucket_size_bytes // dtype.itemsize // granule, 1) * granule
+        buckets.extend(_fill_buckets(sizes, dtype, capacity, granule))
+    return ExchangePlan(tuple(buckets), mesh.fed, mesh.replicate, codec)
 
 
-def _fill_buckets(sizes: Sequence[tuple[str, int]], dtype: torch.dtype, capacity: int, slices: int) -> list[Bucket]:
+def _fill_buckets(sizes: Sequence[tuple[str, int]], dtype: torch.dtype, capacity: int, granule: int) -> list[Bucket]:
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     used = 0
 
     def close() -> None:
         nonlocal pieces, used
-        buckets.append(Bucket(dtype, -(-used // slices) * slices, tuple(pieces)))
+        buckets.append(Bucket(dtype, -(-used // granule) * granule, tuple(pieces)))
         pieces, used = [], 0
 
     for name, numel in sizes:
@@ -186,17 +230,17 @@ def run_exchange(
     Returns:
         [`AveragingReport`]: Distance of this rank's shards from the average.
     """
+    assert plan.codec is None
     total = float(plan.slow.size() if total_weight is None else total_weight)
-    flats = {name: _Flat(tensor) for name, tensor in tensors.items()}
-    report = AveragingReport(
-        torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
-    )
+    flats = {name: Flat(tensor) for name, tensor in tensors.items()}
+    report = AveragingReport.empty(device)
     buffers = _Buffers(plan, device)
     in_flight: list[tuple[Bucket, torch.Tensor, torch.Tensor, Pending]] = []
     for index, bucket in enumerate(plan.buckets):
         whole, part = buffers.take(index, bucket)
         _pack(bucket, flats, whole, weight)
-        part.copy_(whole.view(plan.num_slices, -1)[plan.slice_index])
+        if part is not whole:
+            part.copy_(whole.view(plan.num_slices, -1)[plan.slice_index])
         work = start_all_reduce(part, plan.slow)
         in_flight.append((bucket, whole, part, work))
         if len(in_flight) == 2:
@@ -208,7 +252,7 @@ def run_exchange(
     return report
 
 
-class _Flat:
+class Flat:
     """A 1-D view of a tensor, or, where its memory is not contiguous, a 1-D copy that is written back at the end."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -216,33 +260,33 @@ class _Flat:
         self.view = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
     def write_back(self) -> None:
+        """Puts a copy back to where it was taken from."""
         if not self.tensor.is_contiguous():
             self.tensor.copy_(self.view.view(self.tensor.shape))
 
 
 class _Buffers:
-    """Two pairs of buffers (whole bucket, own slice) for each dtype, used in turns."""
+    """Two pairs of buffers (whole bucket, own slice) for each dtype, used in turns. A single slice is the bucket itself."""
 
     def __init__(self, plan: ExchangePlan, device: torch.device) -> None:
         self.slices = plan.num_slices
         largest: dict[torch.dtype, int] = {}
         for bucket in plan.buckets:
             largest[bucket.dtype] = max(largest.get(bucket.dtype, 0), bucket.numel)
-        self.pairs = {
-            (dtype, turn): (
-                torch.zeros(numel, dtype=dtype, device=device),
-                torch.empty(numel // self.slices, dtype=dtype, device=device),
-            )
-            for dtype, numel in largest.items()
-            for turn in range(min(2, len(plan.buckets)))
-        }
+        self.pairs: dict[tuple[torch.dtype, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        for dtype, numel in largest.items():
+            for turn in range(min(2, len(plan.buckets))):
+                whole = torch.zeros(numel, dtype=dtype, device=device)
+                part = whole if self.slices == 1 else whole.new_empty(numel // self.slices)
+                self.pairs[dtype, turn] = whole, part
 
     def take(self, index: int, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         whole, part = self.pairs[bucket.dtype, index % 2]
-        return whole[: bucket.numel], part[: bucket.numel // self.slices]
+        whole = whole[: bucket.numel]
+        return whole, whole if self.slices == 1 else part[: bucket.numel // self.slices]
 
 
-def _pack(bucket: Bucket, flats: Mapping[str, _Flat], whole: torch.Tensor, weight: float) -> None:
+def _pack(bucket: Bucket, flats: Mapping[str, Flat], whole: torch.Tensor, weight: float) -> None:
     if weight == 0:
         whole.zero_()
         return
@@ -258,7 +302,7 @@ def _pack(bucket: Bucket, flats: Mapping[str, _Flat], whole: torch.Tensor, weigh
 
 def _finish(
     plan: ExchangePlan,
-    flats: Mapping[str, _Flat],
+    flats: Mapping[str, Flat],
     total: float,
     weight: float,
     report: AveragingReport,
@@ -271,15 +315,9 @@ def _finish(
     part.div_(total)
     if plan.fast is not None:
         all_gather(whole, part, plan.fast)
-    else:
-        whole = part
     for piece in bucket.pieces:
         mean = whole[piece.offset : piece.offset + piece.stop - piece.start]
-        held = flats[piece.name].view[piece.start : piece.stop]
-        if weight != 0:
-            report.squared_drift += (mean - held.to(mean)).norm().double().square()
-        report.squared_norm += mean.norm().double().square()
-        held.copy_(mean)
+        report.take(flats[piece.name].view[piece.start : piece.stop], mean, counts=weight != 0)
 
 
 def average_replicated(

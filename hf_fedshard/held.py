@@ -25,7 +25,8 @@ class Held:
         buffers (`dict[str, torch.Tensor]`):
             Its persistent buffers.
         plans (`dict[str, ExchangePlan]`):
-            How `"parameters"`, `"moments"` and the tables of `"adapters"` are exchanged.
+            How `"parameters"`, `"moments"`, the tables of `"adapters"`, and, under a lossy wire format, `"newcomers"`
+            are exchanged: parameters that began to train in the round and have no anchor yet.
         finite (`bool`):
             Whether all of it is, buffers left aside that were not when training began.
         problems (`list[str]`):
@@ -49,6 +50,10 @@ class Held:
                 A key of `plans`.
         """
         return self.plans[part].slow_bytes() if part in self.plans else 0
+
+    def parameter_bytes(self) -> int:
+        """Bytes that this rank sends to other groups for the parameters."""
+        return sum(self.slow_bytes(part) for part in self.plans if part != "moments")
 
     def digest(self) -> int:
         """A number that is the same in all groups if they average the same parameters."""

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from .config import FederationConfig
+from .lossy_exchange import RoundStart
+from .outer_memory import OuterMemory
 from .outer_optimizers import is_plain_averaging, make_outer_optimizer, rate_factor
 from .shards import accumulation_dtype
+from .wire import find_codec
 
 
 class OuterLoop:
@@ -19,7 +22,9 @@ class OuterLoop:
     Everything is sharded as the parameters are, in fp32 or more: the anchor takes 4 bytes for each element of this rank's
     shards, the optimizer's state as much for SGD with momentum and Adagrad and twice that for Adam. The pseudo-gradient
     takes none beside the parameters, but where these have fewer bits than fp32: then 4 bytes an element during a border.
-    Plain averaging ([`is_plain_averaging`]) needs no anchor, unless a proximal term does.
+    Plain averaging ([`is_plain_averaging`]) needs no anchor, unless a proximal term does, or a lossy wire format, which
+    carries differences to it. With `offload_outer_state` all of it is in host memory, and one shard after the other is
+    stepped on the device.
 
     Args:
         config ([`FederationConfig`]):
@@ -32,6 +37,8 @@ class OuterLoop:
         self.num_steps = 0
         """Outer steps made: where the schedule stands."""
         self.plain = is_plain_averaging(config)
+        self.keeps_anchors = not self.plain or bool(config.proximal_mu) or find_codec(config.wire_format) is not None
+        self.memory = OuterMemory(config.offload_outer_state)
         self.optimizer: torch.optim.Optimizer | None = None
         self._rate = 0.0
 
@@ -44,14 +51,19 @@ class OuterLoop:
                 This rank's shards of what is averaged.
         """
         self.num_steps = 0
-        if self.plain and not self.config.proximal_mu:
+        if not self.keeps_anchors:
             return
         # The same dictionary: the proximal term looks its anchors up in it.
         self.anchors.clear()
-        self.anchors.update({name: _wide_copy(shard) for name, shard in shards.items()})
+        self.anchors.update({name: self._copy(shard) for name, shard in shards.items()})
         if not self.plain:
             self.optimizer = self._make(self.anchors)
+            for name, anchor in self.anchors.items():
+                self.memory.adopt_state(self.optimizer, anchor, shards[name].device)
             self._rate = self.optimizer.param_groups[0]["lr"]
+
+    def _copy(self, shard: torch.Tensor) -> torch.Tensor:
+        return self.memory.copy(shard, shard.device, accumulation_dtype(shard.dtype))
 
     def _make(self, anchors: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
         config = self.config
@@ -61,11 +73,12 @@ class OuterLoop:
 
     def _adopt(self, name: str, value: torch.Tensor) -> None:
         """Takes in what began to train inside the round: it has moved already, and begins from its first average."""
-        self.anchors[name] = anchor = _wide_copy(value)
+        self.anchors[name] = anchor = self._copy(value)
         if self.optimizer is not None:
             self.optimizer.param_groups[0]["params"].append(anchor)
             # Adagrad makes its state when it is constructed.
             self.optimizer.state.update(self._make({name: anchor}).state)
+            self.memory.adopt_state(self.optimizer, anchor, value.device)
 
     def forget(self, names: Iterable[str]) -> None:
         """
@@ -101,6 +114,16 @@ class OuterLoop:
             for name, shard in shards.items()
         }
 
+    def round_start(self, shards: Mapping[str, torch.Tensor]) -> RoundStart:
+        """
+        What a lossy wire format sends differences to: the model at the last border, as the parameters hold it.
+
+        Args:
+            shards (`Mapping[str, torch.Tensor]`):
+                This rank's shards.
+        """
+        return RoundStart(self.anchors, {name: shard.dtype for name, shard in shards.items()})
+
     @torch.no_grad()
     def form_pseudo_gradients(self, means: Mapping[str, torch.Tensor], copies: Callable[[str], int]) -> float:
         """
@@ -119,7 +142,7 @@ class OuterLoop:
         for name, mean in means.items():
             if name not in self.anchors:
                 self._adopt(name, mean)
-            mean.neg_().add_(self.anchors[name])
+            mean.neg_().add_(self.anchors[name].to(mean.device))
             squares.append(mean.norm().double().square() / copies(name))
         if not squares:
             return 0.0
@@ -153,8 +176,12 @@ class OuterLoop:
         for name, gradient in means.items():
             if limit is not None and norm > limit:
                 gradient.mul_(limit / norm)
-            self.anchors[name].grad = gradient
-        self.optimizer.step()
+            if self.memory.offload:
+                self.memory.step(self.optimizer, self.anchors[name], gradient)
+            else:
+                self.anchors[name].grad = gradient
+        if not self.memory.offload:
+            self.optimizer.step()
         for name in means:
             self.anchors[name].grad = None
             shards[name].copy_(self.anchors[name])
@@ -177,7 +204,7 @@ class OuterLoop:
                 shards[name].copy_(mean)
             if name in self.anchors:
                 self.anchors[name].copy_(mean)
-            elif self.optimizer is not None or self.config.proximal_mu:
+            elif self.keeps_anchors:
                 self._adopt(name, mean)
 
 

@@ -14,6 +14,7 @@ from .manifest import CheckpointError
 from .outer_optimizers import format_options
 from .parts import PART
 from .reshape import nearest_group
+from .residual_checkpoint import describe_residuals, load_residuals, take_residuals
 from .selection import plain_name
 from .shards import as_sharded
 from .state_values import decode, encode
@@ -35,10 +36,11 @@ _ANCHOR = "anchor"
 
 def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterState:
     """
-    What the outer loop of a model must remember. Nothing is copied.
+    What the outer loop of a model must remember. Nothing is copied but the residuals of a lossy wire format; these make it
+    collective over the replicas of a shard, see [`take_residuals`].
 
     At a border the anchor is the model, and not stored again, but for parameters with fewer bits than fp32, which round
-    it. Inside a round the model has left it, and it is stored, also where only a proximal term needs it.
+    it. Inside a round the model has left it, and it is stored, also where only a proximal term or the wire format needs it.
 
     Args:
         averager ([`ModelAverager`]):
@@ -48,8 +50,11 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
     """
     outer = averager.outer
     local = frozenset(plain_name(name) for name in averager.local_names())
-    if averager.mesh.layout.num_groups == 1 or (outer.optimizer is None and not inside):
+    if averager.mesh.layout.num_groups == 1:
         return OuterState({}, {"optimizer": None}, local)
+    residuals = take_residuals(averager)
+    if outer.optimizer is None and not inside:
+        return OuterState({}, {"optimizer": None, **describe_residuals(averager)}, local, residuals)
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     on_cpu: set[str] = set()
@@ -75,8 +80,9 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
         "num_steps": outer.num_steps,
         "values": values,
         "on_cpu": sorted(on_cpu),
+        **describe_residuals(averager),
     }
-    return OuterState(tensors, description, local)
+    return OuterState(tensors, description, local, residuals)
 
 
 def load_outer_state(folder: Path, averager: ModelAverager, place: Place) -> None:
@@ -105,6 +111,7 @@ def load_outer_state(folder: Path, averager: ModelAverager, place: Place) -> Non
     name = stored.get("optimizer")
     if averager.mesh.layout.num_groups == 1:
         return
+    load_residuals(folder, saved, averager, place)
     if name is None and outer.optimizer is None:
         if inside:
             _read(folder, stored, averager, inside)
@@ -189,14 +196,15 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
         if plain not in names:
             raise CheckpointError(
                 f"The outer state in {folder} is of {plain}, which this run does not average. Freeze and select the "
-                "parameters, and set proximal_mu, as in the run that was saved."
+                "parameters, and set proximal_mu and wire_format, as in the run that was saved."
             )
         anchor = outer.anchors[names[plain]]
         param = averager.model.get_parameter(names[plain])
         if key == _ANCHOR:
             wanted[entry] = as_sharded(anchor, param)
         elif tensor.shape == param.shape:
-            own = state.setdefault(anchor, {})[key] = torch.empty_like(anchor, dtype=tensor.dtype)
+            own = outer.memory.copy(torch.empty_like(anchor, dtype=tensor.dtype), anchor.device)
+            state.setdefault(anchor, {})[key] = own
             wanted[entry] = as_sharded(own, param)
         else:
             device = "cpu" if key in stored["on_cpu"] else anchor.device
@@ -218,7 +226,7 @@ def _keep_anchors(folder: Path, stored: set[str], averager: ModelAverager) -> No
     if outer.anchors and not stored:
         raise CheckpointError(
             f"{folder} was saved inside a round without the model that the round began with, which proximal_mu="
-            f"{averager.config.proximal_mu} needs. Resume with the proximal_mu of the run that was saved, and change it at "
-            "the next checkpoint."
+            f"{averager.config.proximal_mu} or wire_format={averager.config.wire_format} needs. Resume with the proximal_mu "
+            "and the wire_format of the run that was saved, and change them at the next checkpoint."
         )
     outer.forget([name for name in outer.anchors if plain_name(name) not in stored])

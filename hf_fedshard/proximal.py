@@ -64,7 +64,9 @@ class ProximalTerm:
                 anchor = self.anchors.get(self.names.get(id(param), ""))
                 if anchor is None or param.grad is None:
                     continue
-                term = _local(param).to(anchor.dtype) - anchor
+                shard = _local(param)
+                # The anchor may live in host memory.
+                term = shard.to(anchor.dtype) - anchor.to(shard.device)
                 if scale is not None:
                     term.mul_(scale)
                 _local(param.grad).add_(term, alpha=self.mu)

@@ -352,7 +352,7 @@ class Rounds:
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size
-        bytes_sent = self.course.slow_bytes(held.slow_bytes("parameters") + held.slow_bytes("adapters"))
+        bytes_sent = self.course.slow_bytes(held.parameter_bytes())
         row = make_row(
             held,
             self._tally,

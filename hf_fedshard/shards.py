@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def reshard(model: nn.Module) -> None:
@@ -112,11 +113,16 @@ def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> DTensor:
 
     Args:
         shard (`torch.Tensor`):
-            This rank's shard.
+            This rank's shard, on any device. The result aliases it.
         param (`torch.Tensor`):
             The parameter, a `DTensor`.
     """
     assert isinstance(param, DTensor)
+    if shard.device.type != param.device_mesh.device_type:
+        # `from_local` would move it to the device of the mesh, and what is read into that copy would be lost. There is no
+        # public way to a DTensor in host memory; FSDP2 makes those of its CPU offload in this one.
+        meta = TensorMeta(param.shape, param.stride(), shard.dtype)
+        return DTensor(shard, DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(
         shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

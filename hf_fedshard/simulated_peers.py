@@ -65,6 +65,23 @@ class InMemoryPeer(InMemoryGroup):
         """See [`InMemoryGroup`]."""
         self._meet(tensor, lambda: self._deposited(group_src).clone())
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """See [`InMemoryGroup`]."""
+        self._read(sent, lambda peer: received[peer].copy_(self._deposited(peer)[self._rank]))
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """See [`InMemoryGroup`]."""
+        self._read(part, lambda peer: whole[peer].copy_(self._deposited(peer)[0]))
+
+    def _read(self, tensor: torch.Tensor, take: Callable[[int], object]) -> None:
+        # All have brought their tensor; each takes what it needs; only then may a tensor be changed.
+        meeting = self.meeting
+        meeting.tensors[self._rank] = tensor
+        meeting.barrier.wait()
+        for peer in range(self.size()):
+            take(peer)
+        meeting.barrier.wait()
+
     def _meet(self, tensor: torch.Tensor, combine: Callable[[], torch.Tensor]) -> None:
         # All have brought their tensor; the first one combines; all take the result; only then may the next call begin.
         meeting = self.meeting
@@ -99,6 +116,14 @@ class Alone(InMemoryGroup):
 
     def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:
         """See [`InMemoryGroup`]."""
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """See [`InMemoryGroup`]."""
+        received.copy_(sent)
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """See [`InMemoryGroup`]."""
+        whole.copy_(part)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ OTHERS = {
     "local_parameters": ("lm_head.*", "lm_head.*"),
     "lora_average": ("freeze_a", "freeze_a"),
     "proximal_mu": (0.01, "0.01"),
+    "wire_format": ("int4", "int4"),
+    "offload_outer_state": (True, "true"),
 }
 # What makes a setting valid that depends on another one.
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -85,6 +87,8 @@ def test_defaults() -> None:
         "local_parameters": "",
         "lora_average": "factors",
         "proximal_mu": 0.0,
+        "wire_format": "fp32",
+        "offload_outer_state": False,
     }
     # Of use with one value of another field only.
     assert {item.name for item in dataclasses.fields(FederationConfig)} == {*OTHERS, "max_drift"}
@@ -103,6 +107,8 @@ def test_explicit_beats_environment_beats_default(name: str, monkeypatch: pytest
     explicit = 0.5 if isinstance(default, float) else 2048 if isinstance(value, (int, float)) else default
     if name == "min_sync_every":
         explicit = 7
+    if isinstance(default, bool):
+        explicit = default
     assert getattr(FederationConfig.from_arguments(**{name: explicit}, **others), name) == explicit
     monkeypatch.setenv(f"FEDSHARD_{name.upper()}", "")
     assert getattr(FederationConfig.from_arguments(**others), name) == default
@@ -273,6 +279,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lora_average": "product", "outer_optimizer": "nesterov"}, "lora_average='product' cannot be stepped by"),
     ({"proximal_mu": -0.1}, "proximal_mu must be a number of at least 0, but got -0.1"),
     ({"proximal_mu": math.inf}, "proximal_mu must be a number of at least 0"),
+    ({"wire_format": "fp8"}, "wire_format must be one of fp32, bf16, int8, int4, but got 'fp8'"),
+    (
+        {"wire_format": "int4", "lora_average": "product"},
+        "and wire_format='int4' carries differences of averages only",
+    ),
+    ({"offload_outer_state": "cpu"}, "offload_outer_state must be True or False, but got 'cpu'"),
 ]
 
 

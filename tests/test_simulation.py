@@ -220,3 +220,50 @@ def test_periods_that_change(settings: dict[str, Any], steps: list[int]) -> None
             found.append(metrics)
     assert [metrics.steps for metrics in found] == steps
     assert all(metrics.period == metrics.steps and metrics.drift > 0 for metrics in found)
+
+
+def four_groups_of_one() -> dict[str, Any]:
+    """Body: each rank is a group with one shard."""
+    mesh = build_federation_mesh("cpu", FederationLayout(4, 1, {"dp_shard": 1}))
+    guard.watch(mesh)
+    found = {}
+    for wire_format in ("bf16", "int8", "int4"):
+        model = fully_shard(double(), mesh=mesh.fsdp)
+        optimizer = adamw(model.parameters())
+        settings = {"outer_optimizer": "nesterov", "wire_format": wire_format, "bucket_size_bytes": 1024}
+        rounds = Rounds(model, mesh, FederationConfig(4, SYNC_EVERY, **settings), [optimizer])
+        metrics = []
+        for batch in draws(mesh.group_index):
+            sum_over(model, batch, num_samples(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics.append(rounds.step())
+        metrics.append(rounds.finish())
+        found[wire_format] = (full_state(model), [m.bytes_sent for m in metrics if m])
+    return found
+
+
+def test_lossy_wire_formats(world4: WorkerPool) -> None:
+    """Blocks are cut from what a rank holds: with one shard a simulation sends the very codes that processes do."""
+    runs = world4.run(four_groups_of_one, limit_seconds=240)
+    torch.set_num_threads(1)
+    for wire_format in ("bf16", "int8", "int4"):
+        settings = {"outer_optimizer": "nesterov", "wire_format": wire_format, "bucket_size_bytes": 1024}
+        simulation = Simulation(double(), FederationConfig(4, SYNC_EVERY, **settings), adamw)
+        sent = []
+        for step in range(STEPS):
+            for group in simulation.groups:
+                batch = draws(group.index)[step]
+                sum_over(group.model, batch, num_samples(batch)).backward()
+                group.optimizer.step()
+                group.optimizer.zero_grad()
+                group.count_step()
+            sent.append(simulation.step())
+        sent.append(simulation.finish())
+        states = [group.model.state_dict() for group in simulation.groups]
+        for rank in runs:
+            state, in_processes = rank[wire_format]
+            assert in_processes == [metrics.bytes_sent for metrics in sent if metrics]
+            for name, tensor in state.items():
+                assert (tensor - states[0][name]).abs().max() < 1e-12, (wire_format, name)
+                assert all(torch.equal(states[0][name], other[name]) for other in states)

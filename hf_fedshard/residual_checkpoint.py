@@ -1,0 +1,125 @@
+"""The residuals of a lossy wire format in a checkpoint: each group its own, beside its optimizer's moments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .averaging import ModelAverager
+from .checkpoint import RESIDUAL_PREFIX, Place, group_folder
+from .selection import plain_name
+from .shards import accumulation_dtype, as_sharded
+from .tensor_store import load_tensors, stored_tensors
+from .wire import find_codec
+
+
+logger = logging.getLogger(__name__)
+
+
+def take_residuals(averager: ModelAverager) -> dict[str, torch.Tensor]:
+    """
+    What this rank's group owes the others, sharded as the parameters. Collective over the replicas of a shard, since each
+    of them owes for a slice: all ranks of a group come here together.
+
+    Args:
+        averager ([`ModelAverager`]):
+            What averages the model.
+
+    Returns:
+        `dict[str, torch.Tensor]`: By name, the same names on all ranks, copies; nothing before the first exchange.
+    """
+    if not averager.residuals:
+        return {}
+    owed = averager.residuals.by_name()
+    found: dict[str, torch.Tensor] = {}
+    for name in averager.outer.anchors:
+        param = averager.model.get_parameter(name)
+        local = _local(param)
+        # An empty shard is in no bucket.
+        shard = owed.get(name, torch.zeros(local.numel(), dtype=accumulation_dtype(local.dtype), device=local.device))
+        found[plain_name(name)] = as_sharded(shard.view(local.shape), param)
+    return found
+
+
+def describe_residuals(averager: ModelAverager) -> dict[str, Any]:
+    """
+    What a checkpoint says of them, for JSON; nothing where the wire is fp32.
+
+    Args:
+        averager ([`ModelAverager`]):
+            What averages the model.
+    """
+    wire_format = averager.config.wire_format
+    return {} if wire_format == "fp32" else {"wire_format": wire_format, "residuals": bool(averager.residuals)}
+
+
+def load_residuals(folder: Path, saved: Mapping[str, Any], averager: ModelAverager, place: Place) -> None:
+    """
+    Goes on with the residuals of a checkpoint. With as many groups, and whatever shards and replicas, nothing of what was
+    owed is lost; with another number of groups they start at zero, and the log says so. Without communication.
+
+    Args:
+        folder (`Path`):
+            The checkpoint, or this group's part of one.
+        saved (`Mapping[str, Any]`):
+            Its description.
+        averager ([`ModelAverager`]):
+            What averages the model.
+        place ([`Place`]):
+            This rank's.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    stored = saved.get("outer") or {}
+    then, now = stored.get("wire_format", "fp32"), averager.config.wire_format
+    codec, main = find_codec(now), averager.mesh.is_main
+    if main and then != now and saved["num_groups"] > 1:
+        logger.warning("wire_format was changed since the checkpoint: %s (was %s).", now, then)
+    if not stored.get("residuals"):
+        return
+    if codec is None or not codec.feeds_back:
+        if main:
+            logger.warning("wire_format=%s feeds no errors back: the residuals of the checkpoint are dropped.", now)
+        return
+    if saved["num_groups"] != place.layout.num_groups:
+        if main:
+            logger.warning(
+                "The residuals of wire_format=%s start at zero: those of the checkpoint are what each of its %d groups owed "
+                "the others.",
+                now,
+                saved["num_groups"],
+            )
+        return
+    own = folder / group_folder(place.group_index)
+    names = {RESIDUAL_PREFIX + plain_name(name): name for name in averager.outer.anchors}
+    there = [entry for entry in stored_tensors(own) if entry.startswith(RESIDUAL_PREFIX)]
+    foreign = [entry for entry in there if entry not in names]
+    if foreign and main:
+        logger.warning(
+            "The residuals of %d parameters that this run does not average are dropped, first of %s.",
+            len(foreign),
+            foreign[0].removeprefix(RESIDUAL_PREFIX),
+        )
+    owed: dict[str, torch.Tensor] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for entry in there:
+        if entry in names:
+            param = averager.model.get_parameter(names[entry])
+            local = _local(param)
+            shard = torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=local.device)
+            owed[names[entry]] = shard
+            wanted[entry] = as_sharded(shard, param)
+    load_tensors(wanted, own)
+    averager.residuals.load(owed)
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    shard = param.detach()
+    assert isinstance(shard, DTensor)
+    return shard.to_local()

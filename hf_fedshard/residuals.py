@@ -1,0 +1,103 @@
+"""What a rank still owes the others: the residuals of error feedback, between rounds and in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .collectives import all_gather
+from .exchange import ExchangePlan
+from .outer_memory import OuterMemory
+
+
+class Residuals:
+    """
+    What encoding has lost so far on this rank, see [`run_lossy_exchange`]. In the unit of the parameters and in their
+    accumulation dtype: 4 bytes for each element that this rank exchanges, which is its slice of its shards.
+
+    Args:
+        memory ([`OuterMemory`]):
+            Says where they live.
+    """
+
+    def __init__(self, memory: OuterMemory) -> None:
+        self.memory = memory
+        self.plan: ExchangePlan | None = None
+        self.flats: list[torch.Tensor] = []
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there has been an exchange to owe something from, the same on all ranks."""
+        return self.plan is not None or bool(self._loaded)
+
+    def reset(self) -> None:
+        """Nothing is owed."""
+        self.plan, self.flats, self._loaded = None, [], {}
+
+    def load(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """
+        Takes what a checkpoint holds.
+
+        Args:
+            shards (`Mapping[str, torch.Tensor]`):
+                Local shards by name, of any of the parameters; kept until the next exchange.
+        """
+        self.reset()
+        self._loaded = dict(shards)
+
+    def of(self, plan: ExchangePlan, device: torch.device) -> list[torch.Tensor] | None:
+        """
+        The residuals of a plan's buckets, which the exchange writes. Collective over the replicas of a shard where the plan
+        is another one than before, which it is in all of them: parameters were unfrozen.
+
+        Args:
+            plan ([`ExchangePlan`]):
+                What is about to be exchanged.
+            device (`torch.device`):
+                Where its buckets live.
+
+        Returns:
+            `list[torch.Tensor]` or `None`: For each bucket that of this rank's slice; `None` if the format has none.
+        """
+        if plan.codec is None or not plan.codec.feeds_back:
+            return None
+        if self.plan is not plan:
+            owed = self.by_name()
+            self.plan, self._loaded = plan, {}
+            self.flats = [self._cut(bucket_index, owed, device) for bucket_index in range(len(plan.buckets))]
+        return self.flats
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """
+        Local shards of what is owed, as long as those of the parameters and 1-D; of the replicas of a shard all together,
+        the same in each. Collective over these.
+        """
+        if self.plan is None:
+            return dict(self._loaded)
+        sizes: dict[str, int] = {}
+        for bucket in self.plan.buckets:
+            sizes.update({piece.name: piece.stop for piece in bucket.pieces})
+        found: dict[str, torch.Tensor] = {}
+        for bucket, flat in zip(self.plan.buckets, self.flats, strict=True):
+            whole = flat
+            if self.plan.fast is not None:
+                part = flat.to(self._device)
+                whole = part.new_empty(bucket.numel)
+                all_gather(whole, part, self.plan.fast)
+            for piece in bucket.pieces:
+                shard = found.setdefault(piece.name, flat.new_empty(sizes[piece.name]))
+                shard[piece.start : piece.stop] = whole[piece.offset : piece.offset + piece.stop - piece.start]
+        return found
+
+    def _cut(self, index: int, owed: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        assert self.plan is not None
+        self._device = device
+        bucket = self.plan.buckets[index]
+        whole = torch.zeros(bucket.numel, dtype=bucket.dtype)
+        for piece in bucket.pieces:
+            if piece.name in owed:
+                target = whole[piece.offset : piece.offset + piece.stop - piece.start]
+                target.copy_(owed[piece.name].reshape(-1)[piece.start : piece.stop])
+        own = whole.view(self.plan.num_slices, -1)[self.plan.slice_index]
+        return self.memory.copy(own, device)
