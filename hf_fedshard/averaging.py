@@ -200,7 +200,9 @@ class ModelAverager:
             if with_moments:
                 run_exchange(held.plans["moments"], held.moments, device, weight, total)
             self._average_buffers(held, weight, total)
-        row["pseudo_gradient"] = self.outer.form_pseudo_gradients(held.means, self._copies) if step else 0.0
+        row["pseudo_gradient"] = (
+            self.outer.form_pseudo_gradients(held.means, held.shards, self._copies) if step else 0.0
+        )
         # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction.
         rows, _ = exchange_rows(row, self.mesh)
         # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.

@@ -102,13 +102,21 @@ class OuterLoop:
         }
 
     @torch.no_grad()
-    def form_pseudo_gradients(self, means: Mapping[str, torch.Tensor], copies: Callable[[str], int]) -> float:
+    def form_pseudo_gradients(
+        self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], copies: Callable[[str], int]
+    ) -> float:
         """
         Turns the averages into pseudo-gradients, in place, and gives this rank's part of their squared norm.
+
+        A pseudo-gradient is what the groups have moved by: from the model that they began the round with, which is the
+        anchor as the parameters' dtype rounds it. What was rounded off is no movement; counted as one it would be taken
+        back in each round, and the anchor could not add up what is smaller than a step of that dtype.
 
         Args:
             means (`Mapping[str, torch.Tensor]`):
                 The averages, from [`~OuterLoop.means`] after the exchange.
+            shards (`Mapping[str, torch.Tensor]`):
+                This rank's shards, for their dtypes.
             copies (`Callable[[str], int]`):
                 How many ranks of a group hold each element of a parameter: its part is divided among them, so that the
                 sum over the group counts every element once.
@@ -117,9 +125,12 @@ class OuterLoop:
             return 0.0
         squares = []
         for name, mean in means.items():
-            if name not in self.anchors:
+            if name in self.anchors:
+                start = self.anchors[name].to(shards[name].dtype)
+            else:  # it begins from this average, and has not moved from it
                 self._adopt(name, mean)
-            mean.neg_().add_(self.anchors[name])
+                start = self.anchors[name]
+            mean.neg_().add_(start)
             squares.append(mean.norm().double().square() / copies(name))
         if not squares:
             return 0.0

@@ -184,26 +184,47 @@ def test_average_is_taken_bit_for_bit_and_nothing_is_kept() -> None:
     before = shards["a"].clone()
     means = outer.means(shards)
     assert means["a"] is shards["a"]
-    assert outer.form_pseudo_gradients(means, lambda name: 1) == 0
+    assert outer.form_pseudo_gradients(means, shards, lambda name: 1) == 0
     assert outer.step(means, shards, 0.0) is None
     assert torch.equal(shards["a"], before) and not outer.anchors and outer.optimizer is None
 
 
+SMALL_STEPS: dict[str, dict[str, Any]] = {
+    "SGD": {"outer_optimizer": "SGD", "outer_learning_rate": 1.0},
+    "half rate": {"outer_optimizer": "SGD", "outer_learning_rate": 0.5},
+    "nesterov": {"outer_optimizer": "nesterov"},
+    "fedadam": {"outer_optimizer": "fedadam", "outer_learning_rate": 1e-3},
+    "clipped": {"outer_optimizer": "fedavgm", "outer_max_norm": 1e-3},
+}
+
+
+@pytest.mark.parametrize("settings", SMALL_STEPS.values(), ids=SMALL_STEPS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_steps_in_fp32_or_more(dtype: torch.dtype) -> None:
-    """The anchor keeps what a parameter of few bits rounds away: many small steps add up."""
-    outer = OuterLoop(_config(outer_optimizer="SGD", outer_learning_rate=1.0))
-    shards = {"a": torch.ones(4, dtype=dtype), "empty": torch.ones(0, 3, dtype=dtype)}
-    outer.restart(shards)
-    for _ in range(64):
-        means = outer.means(shards)
-        assert means["a"].dtype == torch.promote_types(dtype, torch.float32)
-        # The groups' average is the anchor and a little more than a quarter of a bf16 step.
-        means["a"].copy_(outer.anchors["a"] + 2.0**-10)
-        norm = outer.form_pseudo_gradients(means, lambda name: 1) ** 0.5
-        outer.step(means, shards, norm)
-    assert shards["a"].tolist() == [1 + 64 * 2.0**-10] * 4
-    assert outer.num_steps == 64
+def test_small_steps_add_up(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    """
+    The groups begin each round with the model as its dtype rounds it, and their average is a fraction of a step of that
+    dtype away from there. The anchor goes where that of a float64 model goes, whose groups move alike.
+    """
+    step = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2.0**-10
+    moved = -0.3 * step
+    loops = []
+    for kind in (dtype, torch.float64):
+        outer, shards = (
+            OuterLoop(_config(**settings)),
+            {"a": torch.ones(4, dtype=kind), "none": torch.ones(0, 3, dtype=kind)},
+        )
+        outer.restart(shards)
+        for _ in range(60):
+            means = outer.means(shards)
+            assert means["a"].dtype == torch.promote_types(kind, torch.float32)
+            means["a"].add_(moved)
+            outer.step(means, shards, outer.form_pseudo_gradients(means, shards, lambda name: 1) ** 0.5)
+        assert torch.equal(shards["a"], outer.anchors["a"].to(kind))
+        assert outer.num_steps == 60
+        loops.append(outer.anchors["a"].double())
+    way = float((loops[1] - 1).abs().max())
+    assert way > step
+    assert float((loops[0] - loops[1]).abs().max()) < 1e-3 * way
 
 
 @pytest.mark.parametrize("name", ["nesterov", "Adagrad", "AdamW"])
@@ -214,7 +235,7 @@ def test_what_trains_later_begins_with_its_first_average(name: str) -> None:
     shards["b"] = torch.full((2,), 5.0)
     for _ in range(3):
         means = outer.means(shards)
-        outer.form_pseudo_gradients(means, lambda name: 1)
+        outer.form_pseudo_gradients(means, shards, lambda name: 1)
         outer.step(means, shards, 1.0)
         assert torch.isfinite(shards["b"]).all()
     assert torch.allclose(shards["b"], torch.full((2,), 5.0), rtol=0.2)  # AdamW decays weights
