@@ -59,6 +59,17 @@ class OuterLoop:
             config.outer_optimizer, config.outer_learning_rate, config.outer_options, list(anchors.values())
         )
 
+    def fresh_state(self) -> dict[str, torch.Tensor]:
+        """
+        What the optimizer keeps of a parameter, with a single element, that has not moved in its first step: to complete
+        a state that was saved with options that keep less.
+        """
+        still = torch.zeros(1)
+        still.grad = torch.zeros(1)
+        optimizer = self._make({"": still})
+        optimizer.step()
+        return {key: value for key, value in optimizer.state[still].items() if isinstance(value, torch.Tensor)}
+
     def _adopt(self, name: str, value: torch.Tensor) -> None:
         """Takes in what began to train inside the round: it has moved already, and begins from its first average."""
         self.anchors[name] = anchor = _wide_copy(value)
@@ -69,7 +80,7 @@ class OuterLoop:
 
     def forget(self, names: Iterable[str]) -> None:
         """
-        Drops anchors: of what began to train inside the round that is resumed.
+        Drops anchors: of what no longer trains, or began to train inside the round that is resumed.
 
         Args:
             names (`Iterable[str]`):
