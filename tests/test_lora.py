@@ -76,6 +76,7 @@ def test_error_of_each(runs: list[dict[str, Any]]) -> None:
     errors = {case: error_of(runs, case) for case in ("factors", "uniform", "freeze_a")}
     print({case: f"{error:.1e}" for case, error in errors.items()})
     assert errors["freeze_a"] < 1e-14
+    assert errors["factors"] == pytest.approx(0.011, abs=5e-4) and errors["uniform"] == pytest.approx(0.010, abs=5e-4)
     assert 1e-14 < errors["uniform"] < errors["factors"]
     best = runs[0]["uniform"]["metrics"].lora_error
     groups = [runs[0]["uniform"]["own"], runs[GROUP_SIZE]["uniform"]["own"]]
