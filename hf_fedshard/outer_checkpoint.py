@@ -213,10 +213,10 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
         load_tensors(wanted, folder / OUTER_FOLDER)
     if outer.optimizer is not None:
         fresh = outer.fresh_state()
-        for anchor, own in state.items():
+        for anchor, held in state.items():
             for key, value in fresh.items():
-                if key not in own:
-                    own[key] = torch.full_like(anchor, float(value)) if value.ndim else value.clone()
+                if key not in held:
+                    held[key] = torch.full_like(anchor, float(value)) if value.ndim else value.clone()
     for entry, value in stored.get("values", {}).items():
         plain, _, key = entry.rpartition("/")
         state.setdefault(outer.anchors[names[plain]], {})[key] = decode(value)
