@@ -24,7 +24,7 @@ from .checkpoint_choice import check_whole, list_checkpoints
 from .checkpoint_folder import Staging, clean_up, rotate
 from .manifest import CheckpointError, has_manifest
 from .model_files import gather_adapters, write_model_files
-from .outer_checkpoint import load_outer_state, take_outer_state
+from .outer_checkpoint import resume_outer_state, take_outer_state
 from .parts import refuse
 from .rank_state import load_rank_state, save_rank_state
 from .reshape import describe_reshape
@@ -179,16 +179,24 @@ class AcceleratorCheckpoints:
             raise ValueError(f"There is no checkpoint in {parent}.")
         found = chosen[0]
         check_whole(found, "accelerator.load_state({!r})")
+        saved: dict[str, Any] = {}
         try:
-            self._load(found)
+            saved = self._load(found)
         except Exception as problem:
             error = problem
+        # Before the rounds go on: they exchange moments where synchronous steps do, and would wait for a rank that has failed.
         together("Loading a checkpoint", error)
+        self.rounds.restore(saved.get("progress") or {"round": saved["round"], "steps": 0})
+        resume_outer_state(found, self.rounds.averager, self.place)
+        sentence = describe_reshape(saved, self.place.layout, self.rule)
+        if sentence and self.accelerator.is_main_process:
+            logger.warning(sentence)
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path) -> dict[str, Any]:
+        """What each rank reads by itself, and the description. Without communication."""
         accelerator = self.accelerator
         refuse(folder, "accelerator.load_state: a Trainer wrote it, and resumes from it")
-        load_model(folder, self.rounds.model, self.place)
+        load_model(folder, self.rounds.model, self.place, self.rounds.averager.selection.is_local)
         load_group_state(folder, self.rounds.model, self._group_state(), self.place, self.rule)
         saved = read_description(folder)
         for hook in accelerator._load_model_state_pre_hook.values():
@@ -205,11 +213,7 @@ class AcceleratorCheckpoints:
             if position is not None:
                 dataloader.load_state_dict(position)
         accelerator.step = saved["step"] if state is None else state["step"]
-        self.rounds.restore(saved.get("progress") or {"round": saved["round"], "steps": 0})
-        load_outer_state(folder, self.rounds.averager, self.place)
-        sentence = describe_reshape(saved, self.place.layout, self.rule)
-        if sentence and accelerator.is_main_process:
-            logger.warning(sentence)
+        return saved
 
     def _group_state(self) -> GroupState:
         accelerator = self.accelerator

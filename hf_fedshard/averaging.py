@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .config import FederationConfig
+from .counters import can_average, counters_of, exchange_counts, settle_counters
 from .exchange import ExchangePlan, average_replicated, plan_exchange, run_exchange
 from .held import Held
-from .lora import average_products, trained_pairs
+from .lora import product_pairs
+from .lora_products import average_products
 from .lossy_exchange import run_lossy_exchange
 from .mesh import Peers
 from .metrics import exchange_rows
@@ -87,7 +89,7 @@ class ModelAverager:
         self.residuals = Residuals(self.outer.memory)
         self._trained: set[str] = set()
         self._plans: dict[str, tuple[object, ExchangePlan]] = {}
-        self._pairs = trained_pairs(model) if config.lora_average == "product" else []
+        self._adapters = product_pairs(model, self.selection) if config.lora_average == "product" else []
         # A constant such as a causal mask of -inf is no sign of trouble.
         self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
         self.restart()
@@ -108,12 +110,13 @@ class ModelAverager:
 
     @property
     def trained(self) -> list[str]:
-        """Names of the parameters that train or have trained."""
+        """Names of the parameters that train, or have since the last border."""
         return sorted(self._trained)
 
     def note_trainable(self, before: Iterable[str] = ()) -> None:
         """
-        Remembers what trains: a layer that is frozen again inside a round differs between the groups all the same.
+        Remembers what trains: a layer that is frozen inside a round differs between the groups all the same, and is averaged
+        once more.
 
         Args:
             before (`Iterable[str]`, *optional*):
@@ -142,17 +145,18 @@ class ModelAverager:
         moments, problems = self._moments(shards)
         problems += self._strays()
         buffers = persistent_buffers(self.model)
-        paired = {name for pair in self._pairs for name in pair}
+        pairs = self._pairs(shards)
+        paired = {name for pair in pairs for name in pair}
         plans = self._parameter_plans({n: t for n, t in means.items() if n not in paired})
         if moments:
             # They have no anchor to be a difference to. bfloat16 has fp32's range: a second moment cannot vanish in it.
             wire_format = "fp32" if self.config.wire_format == "fp32" else "bf16"
             plans["moments"] = self._plan("moments", moments, wire_format)
-        if self._pairs:
+        if pairs:
             groups = self.mesh.layout.num_groups
             tables = {
                 name: torch.empty((groups, *shards[name].shape), dtype=shards[name].dtype, device="meta")
-                for pair in self._pairs
+                for pair in pairs
                 for name in pair
             }
             plans["adapters"] = self._plan("adapters", tables)
@@ -172,8 +176,8 @@ class ModelAverager:
     ) -> Outcome:
         """
         Replaces parameters and buffers by their average over the groups, and makes the outer step. Collective over the
-        world, in this order: the buckets of the parameters, adapters of which products are averaged, the buckets of the
-        moments, the buffers, and one small exchange of norms. What follows needs no communication: every rank steps its
+        world, in this order: the buckets of the parameters, adapters of which products are averaged, the
+        counters and the buckets of the moments, the buffers, and one small exchange of norms. What follows needs no communication: every rank steps its
         shards.
 
         Args:
@@ -194,29 +198,33 @@ class ModelAverager:
         weight, total = weights[self.mesh.group_index], sum(weights)
         lora_error = None
         with torch.no_grad():
-            paired = {name for pair in self._pairs for name in pair}
+            pairs = self._pairs(held.shards)
+            paired = {name for pair in pairs for name in pair}
             plain = {name: mean for name, mean in held.means.items() if name not in paired}
             row = self._average_parameters(held, plain, weight, total)
-            if self._pairs:
+            if pairs:
                 drift, norm, lora_error = self._average_adapters(held, weights)
                 row = {"drift": row["drift"] + drift, "norm": row["norm"] + norm}
             with_moments = with_moments and bool(held.moments)
             if with_moments:
-                run = run_lossy_exchange if held.plans["moments"].codec else run_exchange
-                run(held.plans["moments"], held.moments, self.mesh.device, weight, total)
+                with_moments = self._average_moments(held, weights)
             self._average_buffers(held, weight, total)
-        row["pseudo_gradient"] = self.outer.form_pseudo_gradients(held.means, self._copies) if step else 0.0
-        # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction.
+        row["pseudo_gradient"] = (
+            self.outer.form_pseudo_gradients(held.means, held.shards, self._copies) if step else 0.0
+        )
+        # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction. With an axis
+        # that cuts some parameters and leaves others whole (tensor parallel) those left whole count more in it.
         rows, _ = exchange_rows(row, self.mesh)
         # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.
         norm = rows["pseudo_gradient"][0] ** 0.5
         rate = self.outer.step(held.means, held.shards, norm) if step else self.outer.take(held.means, held.shards)
         self._settle_moments(excluded, with_moments)
+        self._leave_out_frozen()
         counted = sum(weight > 0 for weight in weights)
         drift = (sum(rows["drift"]) / counted / rows["norm"][0]) ** 0.5 if rows["norm"][0] > 0 else 0.0
         return Outcome(drift, tuple(weights), with_moments, None if rate is None else norm, rate, lora_error)
 
-    def take_as_it_is(self, held: Held) -> Outcome:
+    def take_as_it_is(self, held: Held, excluded: tuple[int, ...] = ()) -> Outcome:
         """
         Makes a border of a model that all groups hold already, after synchronous steps. Collective over the world: only the
         buffers are averaged, which every rank has of its own.
@@ -227,15 +235,19 @@ class ModelAverager:
         Args:
             held ([`Held`]):
                 From [`~ModelAverager.collect`].
+            excluded (`tuple[int, ...]`, *optional*):
+                Groups whose buffers, moments or local layers are not finite: they take the average of the others' buffers.
 
         Returns:
             [`Outcome`]: No drift, and nothing else.
         """
         with torch.no_grad():
-            self._average_buffers(held, 1.0, float(self.mesh.layout.num_groups))
+            weight = float(self.mesh.group_index not in excluded)
+            self._average_buffers(held, weight, float(self.mesh.layout.num_groups - len(excluded)))
         self.outer.take(held.shards, held.shards)
         # What was owed is of a model that has been trained without it since.
         self.residuals.reset()
+        self._leave_out_frozen()
         return Outcome(0.0)
 
     def _average_parameters(
@@ -257,6 +269,15 @@ class ModelAverager:
             "drift": sum(report.squared_drift.item() for report in reports),
             "norm": sum(report.squared_norm.item() for report in reports),
         }
+
+    def _leave_out_frozen(self) -> None:
+        """
+        At a border: what was frozen before is one model in all groups now, stays as it is and travels no more. Local
+        layers remain each group's own.
+        """
+        training = {name for name, param in self.model.named_parameters() if param.requires_grad}
+        self._trained &= training | {name for name in self._trained if self.selection.is_local(name)}
+        self.outer.forget([name for name in self.outer.anchors if name not in self._trained])
 
     def _average_buffers(self, held: Held, weight: float, total: float) -> None:
         local = {name: buffer for name, buffer in held.buffers.items() if self.selection.is_local(name)}
@@ -311,12 +332,35 @@ class ModelAverager:
             self._plans[part] = (names, plan)
         return self._plans[part][1]
 
+    def _average_moments(self, held: Held, weights: Sequence[float]) -> bool:
+        """Whether they could be: all ranks have exchanged their counters, and answer alike."""
+        averaged = {id(param) for name, param in self.model.named_parameters() if name in held.shards}
+        counters = counters_of(self.optimizers, lambda param: id(param) in averaged)
+        counts = exchange_counts(counters, self.mesh)
+        if not can_average(counters, counts):
+            if self.mesh.is_main:
+                logger.warning(
+                    "The optimizers of the federation groups have made different numbers of steps, skipped by a gradient "
+                    "scaler, say. It is not known how far their moments have grown by then (it is of Adam, AdamW and "
+                    "RAdam), and they were not averaged this time."
+                )
+            return False
+        weight, total = weights[self.mesh.group_index], sum(weights)
+        run = run_lossy_exchange if held.plans["moments"].codec else run_exchange
+        run(held.plans["moments"], held.moments, self.mesh.device, weight, total)
+        settle_counters(counters, counts, weights)
+        return True
+
+    def _pairs(self, shards: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+        """Adapters of which both factors train: where one is frozen, the mean of the other is that of the products."""
+        return [pair for pair in self._adapters if all(name in shards for name in pair)]
+
     def _average_adapters(self, held: Held, weights: Sequence[float]) -> tuple[float, float, float]:
         def gather(tables: Mapping[str, torch.Tensor]) -> None:
             run_exchange(held.plans["adapters"], tables, self.mesh.device, 1.0, 1.0)
 
         parameters = dict(self.model.named_parameters())
-        return average_products(self._pairs, held.shards, parameters, gather, weights, self.mesh)
+        return average_products(self._pairs(held.shards), held.shards, parameters, gather, weights, self.mesh)
 
     def _copies(self, name: str) -> int:
         """How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it."""
@@ -324,7 +368,7 @@ class ModelAverager:
         if not isinstance(param, DTensor):
             return 1
         sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
-        return self.mesh.group.size() // math.prod(size for size, placement in sizes if placement.is_shard())
+        return self.mesh.group.size() // math.prod(size for size, placement in sizes if not placement.is_replicate())
 
     def _settle_moments(self, excluded: tuple[int, ...], averaged: bool) -> None:
         if excluded and self.mesh.is_main:

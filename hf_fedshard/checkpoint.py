@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,11 +240,14 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def load_model(folder: Path, model: nn.Module, place: Place) -> None:
+def load_model(
+    folder: Path, model: nn.Module, place: Place, is_local: Callable[[str], bool] = lambda name: True
+) -> None:
     """
     Reads a checkpoint's weights and buffers into a model of any shape of mesh. Without communication.
 
-    What every group had for itself (`local_parameters`) is read from the group at the same place in the row of groups.
+    What every group had for itself (`local_parameters`) is read from the group at the same place in the row of groups, and
+    what is averaged from now on from group 0, so that all groups begin with one.
 
     Args:
         folder (`Path`):
@@ -253,6 +256,8 @@ def load_model(folder: Path, model: nn.Module, place: Place) -> None:
             The prepared model.
         place ([`Place`]):
             This rank's.
+        is_local (`Callable[[str], bool]`, *optional*):
+            Which names are local in this run; by default all that were.
 
     Raises:
         CheckpointError: If the checkpoint is of another model; the message names what differs.
@@ -268,7 +273,8 @@ def load_model(folder: Path, model: nn.Module, place: Place) -> None:
         raise CheckpointError(f"The checkpoint {folder} is of another model: {' and '.join(parts)}.")
     load_tensors({name: tensor for name, tensor in tensors.items() if name not in local}, folder / MODEL_FOLDER)
     source = nearest_group(place.group_index, place.layout.num_groups, int(description["num_groups"]))
-    load_tensors({LOCAL_PREFIX + name: tensors[name] for name in sorted(local)}, folder / group_folder(source))
+    for origin, names in ((source, filter(is_local, local)), (0, [name for name in local if not is_local(name)])):
+        load_tensors({LOCAL_PREFIX + name: tensors[name] for name in sorted(names)}, folder / group_folder(origin))
 
 
 def load_group_state(folder: Path, model: nn.Module, state: GroupState, place: Place, rule: str) -> None:

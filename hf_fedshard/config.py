@@ -15,7 +15,7 @@ from . import environment
 from .layout import FederationLayout, split_world
 from .lora import LORA_RULES
 from .moments import MOMENT_RULES
-from .outer_optimizers import SCHEDULES, format_options, is_plain_averaging, make_outer_optimizer
+from .outer_optimizers import SCHEDULES, UNSCHEDULED, format_options, is_plain_averaging, make_outer_optimizer
 from .periods import ALLOWED, parse_stages
 from .selection import parse_patterns
 from .weights import describe_function, find_weight_function
@@ -75,7 +75,8 @@ class FederationConfig:
             `"fedadagrad"`, `"fedadam"`, `"fedyogi"` or an elementwise class of `torch.optim` by its name, `"AdamW"` say,
             steps on the anchor minus the average. See `docs/outer.md`.
         outer_learning_rate (`float`, *optional*):
-            Its learning rate. Defaults to that of its paper, of a torch class to torch's.
+            Its learning rate. Defaults to 1 (FedAvg, FedAvgM), DiLoCo's 0.7, 0.1 (FedAdagrad), 0.01 (FedAdam, FedYogi), of a
+            torch class to torch's.
         outer_options (`str` or `Mapping[str, Any]`, defaults to `""`):
             Its other arguments: `{"momentum": 0.8}`, or as a text `"momentum=0.8"`.
         outer_schedule (`str`, defaults to `"constant"`):
@@ -83,7 +84,8 @@ class FederationConfig:
         outer_warmup_rounds (`int`, defaults to `0`):
             Rounds in which its learning rate rises linearly.
         outer_schedule_rounds (`int`, *optional*):
-            Rounds at which `"linear"` and `"cosine"` end: those of the run, steps divided by `sync_every`.
+            Rounds at which `"linear"` and `"cosine"` end: those of the run, steps divided by `sync_every`. Without effect
+            with `"constant"`.
         outer_max_norm (`float`, *optional*):
             Largest norm of the anchor minus the average over the whole model; a longer one is scaled down to it.
         group_weights (`str` or `Callable`, defaults to `"uniform"`):
@@ -294,6 +296,13 @@ def _check_outer(config: FederationConfig) -> None:
         raise ValueError(
             f"outer_schedule={config.outer_schedule!r} needs outer_schedule_rounds, the rounds of the run: its steps "
             "divided by sync_every."
+        )
+    scheduled = config.outer_schedule != "constant" or warmup > 0
+    if scheduled and config.outer_optimizer in UNSCHEDULED:
+        raise ValueError(
+            f"outer_optimizer={config.outer_optimizer} {UNSCHEDULED[config.outer_optimizer]}, so outer_schedule="
+            f"{config.outer_schedule!r} with outer_warmup_rounds={warmup} would not do what it says. Leave both at their "
+            "defaults, 'constant' and 0, or use another optimizer."
         )
     # Made once for its checks: torch's own of the options' ranges among them.
     make_outer_optimizer(config.outer_optimizer, config.outer_learning_rate, config.outer_options, [torch.zeros(1)])

@@ -76,7 +76,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     for rounds in _rounds:
         if rounds.owns(optimizer):
-            rounds.note_optimizer_step()
+            # A fused optimizer is called by a gradient scaler even where it skips, and does so itself: on the device.
+            rounds.note_optimizer_step(getattr(optimizer, "found_inf", None))
             return
     raise RuntimeError(
         "This optimizer steps parameters that are sharded inside a federation group, but nothing averages the groups: "

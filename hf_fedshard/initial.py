@@ -12,7 +12,7 @@ from torch import nn
 
 from .config import FederationConfig
 from .handshake import FederationMismatchError, agree
-from .lora import trained_pairs
+from .lora import check_adapters
 from .mesh import FederationMesh
 from .selection import Selection
 from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
@@ -46,11 +46,13 @@ def agree_on_model(
     error = None
     try:
         check_trainable_parameters(model)
-        Selection(config).check(model)
-        if config.lora_average != "factors":
-            trained_pairs(model)
+        selection = Selection(config)
+        selection.check(model)
+        check_adapters(model, config.lora_average, selection)
         for optimizer in optimizers:
             _check_optimizer(optimizer)
+        if mesh.layout.num_groups > 1:
+            _check_is_stepped(model, optimizers, config, selection)
     except ValueError as problem:
         error = str(problem)
     described = [
@@ -73,6 +75,31 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} swaps the model's weights with a copy of its own between train() and eval(). The "
             "copy would not be averaged, so the groups would hold different models. Use an optimizer that keeps the "
             "weights in the model, such as AdamW."
+        )
+
+
+def _check_is_stepped(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: FederationConfig, selection: Selection
+) -> None:
+    """Settings that concern the inner optimizers do nothing where none of those that were handed over steps what is averaged."""
+    asked = {
+        f"proximal_mu={config.proximal_mu}": config.proximal_mu > 0,
+        f"inner_moments={config.inner_moments!r}": config.inner_moments != "keep",
+        f"sync_steps_at_end={config.sync_steps_at_end}": config.sync_steps_at_end > 0,
+    }
+    stepped = {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    averaged = [
+        param for name, param in model.named_parameters() if param.requires_grad and selection.is_averaged(name)
+    ]
+    if any(asked.values()) and not any(id(param) in stepped for param in averaged):
+        raise ValueError(
+            f"{', '.join(name for name, given in asked.items() if given)} needs the inner optimizer, but "
+            + (
+                "none of those that were given steps a parameter that is averaged"
+                if optimizers
+                else "none was given and accelerator.prepare has seen none"
+            )
+            + ". Hand it over: `plugin.federate(accelerator, model, optimizer)`."
         )
 
 

@@ -1,25 +1,20 @@
 """
-Averages of low-rank adapters. The mean of the factors is not the factor of the mean: `mean(B) mean(A)` differs from
-`mean(B A)` by the covariance of the two over the groups.
+Low-rank adapters, and how they may be averaged. The mean of the factors is not the factor of the mean: `mean(B) mean(A)`
+differs from `mean(B A)` by the covariance of the two over the groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
-from .mesh import Peers
-from .selection import plain_name
-from .shards import as_sharded
+from .selection import Selection, plain_name
 
 
 LORA_RULES = ("factors", "product", "freeze_a")
-# Beyond it the factor A of the mean product is too near to singular to be kept.
-_MAX_CONDITION = 1e4
 
 
 def adapter_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -58,10 +53,12 @@ def freeze_first_factors(model: nn.Module, optimizers: Iterable[torch.optim.Opti
             The inner optimizers, which may have been made for both factors.
 
     Returns:
-        `Callable[[], None]`: To be called when it is over.
+        `Callable[[], None]`: To be called when it is over: A trains again, if it did.
     """
     parameters = dict(model.named_parameters())
-    frozen = {id(parameters[first].requires_grad_(False)) for first, _ in adapter_pairs(parameters)}
+    firsts = [parameters[first] for first, _ in adapter_pairs(parameters)]
+    trained = [param for param in firsts if param.requires_grad]
+    frozen = {id(param.requires_grad_(False)) for param in firsts}
 
     def drop_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # FSDP2 goes on reducing gradients of what trained in an earlier forward, an evaluation say.
@@ -75,6 +72,8 @@ def freeze_first_factors(model: nn.Module, optimizers: Iterable[torch.optim.Opti
     def remove() -> None:
         for handle in handles:
             handle.remove()
+        for param in trained:
+            param.requires_grad_(True)
 
     return remove
 
@@ -107,115 +106,48 @@ def trained_pairs(model: nn.Module) -> list[tuple[str, str]]:
     return pairs
 
 
-def refactor(
-    first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], shares: Sequence[float]
-) -> tuple[torch.Tensor, torch.Tensor, float]:
+def check_adapters(model: nn.Module, rule: str, selection: Selection) -> None:
     """
-    The best factors of the mean product: of all pairs of this rank, the one nearest to `sum share B A`.
-
-    The product of `m` by `n` is never formed: it is the product of `m` by `G r` and `G r` by `n`, of which QR
-    decompositions leave a matrix of `G r` by `G r`. Of the many pairs with one product that is taken whose A is nearest
-    to the mean of the groups' A: where they share one A, it stays as it is, B is the mean of theirs, and the inner
-    optimizer's moments keep their meaning as far as they can.
+    Refuses a rule that the adapters of a model do not allow.
 
     Args:
-        first (`Sequence[torch.Tensor]`):
-            A of each group, of shape `(r, n)`, float64.
-        second (`Sequence[torch.Tensor]`):
-            B of each group, of shape `(m, r)`, float64.
-        shares (`Sequence[float]`):
-            Of each group in the mean; their sum is 1.
+        model (`nn.Module`):
+            The prepared model.
+        rule (`str`):
+            `lora_average`.
+        selection ([`Selection`]):
+            What is averaged.
 
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor, float]`: A, B, and the distance of their product from the mean product, relative
-        to its norm: what no adapter of this rank can hold.
+    Raises:
+        ValueError: As [`trained_pairs`] and [`product_pairs`].
     """
-    rank = first[0].shape[0]
-    mean_first = sum(share * a for share, a in zip(shares, first, strict=True))
-    mean_second = sum(share * b for share, b in zip(shares, second, strict=True))
-    assert isinstance(mean_first, torch.Tensor) and isinstance(mean_second, torch.Tensor)
-    tall = torch.cat([share * b for share, b in zip(shares, second, strict=True)], dim=1)
-    left, inner = torch.linalg.qr(tall)
-    right, outer = torch.linalg.qr(torch.cat(list(first)).T)
-    u, values, vh = torch.linalg.svd(inner @ outer.T)
-    norm = float(values.norm())
-    if norm == 0:  # no adapter has moved from B = 0
-        return mean_first, mean_second, 0.0
-    error = float(values[rank:].norm()) / norm
-    left, values, right = left @ u[:, :rank], values[:rank], right @ vh[:rank].T
-    basis = mean_first @ right
-    if float(torch.linalg.cond(basis)) <= _MAX_CONDITION:
-        return basis @ right.T, torch.linalg.solve(basis.T, (left * values).T).T, error
-    root = values.sqrt()
-    return root[:, None] * right.T, left * root, error
+    if rule == "product":
+        product_pairs(model, selection)
+    elif rule != "factors":
+        trained_pairs(model)
 
 
-def average_products(
-    pairs: Sequence[tuple[str, str]],
-    shards: Mapping[str, torch.Tensor],
-    parameters: Mapping[str, torch.Tensor],
-    gather: Callable[[Mapping[str, torch.Tensor]], None],
-    weights: Sequence[float],
-    mesh: Peers,
-) -> tuple[float, float, float]:
+def product_pairs(model: nn.Module, selection: Selection) -> list[tuple[str, str]]:
     """
-    Replaces adapters by factors of the mean of their products. All ranks compute the same factors from the same numbers,
-    in float64.
+    The adapters whose products are averaged, as [`adapter_pairs`].
 
     Args:
-        pairs (`Sequence[tuple[str, str]]`):
-            Names of A and B.
-        shards (`Mapping[str, torch.Tensor]`):
-            This rank's shards, written in place.
-        parameters (`Mapping[str, torch.Tensor]`):
-            The parameters, which say how they are sharded.
-        gather (`Callable`):
-            Sums tensors over the groups, in place. Collective over the world; after it, the factors of each group are put
-            together by collectives inside this group, for one adapter after the other, the same on all ranks.
-        weights (`Sequence[float]`):
-            Of each group.
-        mesh ([`Peers`]):
-            The federation.
+        model (`nn.Module`):
+            The prepared model.
+        selection ([`Selection`]):
+            What is averaged.
 
-    Returns:
-        `tuple[float, float, float]`: Squared distance of this rank's shards from the result, squared norm of the result,
-        and the largest relative error of [`refactor`].
+    Raises:
+        ValueError: If there is no adapter that trains, or of one a single factor is averaged.
     """
-    groups, total = mesh.layout.num_groups, sum(weights)
-    # Each group fills a place of its own in zeros, so that the sum holds all of them, unchanged.
-    tables = {}
-    for name in (name for pair in pairs for name in pair):
-        table = shards[name].new_zeros((groups, *shards[name].shape))
-        if weights[mesh.group_index]:
-            table[mesh.group_index] = shards[name]
-        tables[name] = table
-    gather(tables)
-    shares = [weight / total for weight in weights]
-    drift = norm = worst = 0.0
-    for pair in pairs:
-        factors = [
-            [_whole(tables[name][group], parameters[name]).double() for group in range(groups) if weights[group]]
-            for name in pair
-        ]
-        *found, error = refactor(factors[0], factors[1], [share for share in shares if share])
-        worst = max(worst, error)
-        for name, value in zip(pair, found, strict=True):
-            own = _part(value, parameters[name])
-            if weights[mesh.group_index]:
-                drift += float((shards[name].double() - own).square().sum())
-            norm += float(own.square().sum())
-            shards[name].copy_(own)
-    return drift, norm, worst
-
-
-def _whole(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    return as_sharded(shard, param).full_tensor() if isinstance(param, DTensor) else shard
-
-
-def _part(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of what all ranks of the group hold."""
-    if not isinstance(param, DTensor):
-        return value
-    replicated = [Replicate()] * param.device_mesh.ndim
-    held_by_all = DTensor.from_local(value, param.device_mesh, replicated, run_check=False)
-    return held_by_all.redistribute(placements=param.placements).to_local()
+    averaged = []
+    for pair in trained_pairs(model):
+        chosen = [selection.is_averaged(name) for name in pair]
+        if any(chosen) and not all(chosen):
+            alone, other = (plain_name(pair[chosen.index(value)]) for value in (True, False))
+            raise ValueError(
+                f"lora_average='product' averages both factors of an adapter, but of {alone} and {other} only the first is "
+                "averaged (include_parameters, exclude_parameters, local_parameters). Name both, or neither."
+            )
+        averaged += [pair] if all(chosen) else []
+    return averaged

@@ -39,10 +39,17 @@ class DriftPeriods(Periods):
 
     def after_round(self, found: MeasuredRound) -> None:
         """As many steps as would have led to the bound."""
+        if found.drift is None:
+            return
         wanted = found.steps * self.max_drift / found.drift if found.drift > 0 else math.inf
         low, high = max(self.minimum, self.current // 2), min(self.maximum, 2 * self.current)
         # Rounded down: the bound is one.
         self.current = max(low, min(high, int(min(wanted, 2.0**31))))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the period, inside the bounds of this run."""
+        super().load_state_dict(state)
+        self.current = max(self.minimum, min(self.maximum, self.current))
 
 
 class MeasuredPeriods(Periods):
@@ -78,8 +85,7 @@ class MeasuredPeriods(Periods):
         if 1 < self.rounds <= self.NUM_ROUNDS + 1 and found.steps:
             self.found.append((found.seconds / found.steps, found.sync_seconds))
         if self.rounds == self.NUM_ROUNDS + 1 and self.found:
-            step, sync = (statistics.median(values) for values in zip(*self.found, strict=True))
-            self.current = self._choose(step, sync)
+            step, sync = self._choose()
             share = sync / (self.current * step + sync)
             above = f", above max_sync_share={self.max_share:g} for max_sync_every={self.maximum}"
             self.news = (
@@ -90,18 +96,31 @@ class MeasuredPeriods(Periods):
 
     def state_dict(self) -> dict[str, Any]:
         """The period, and how far the measurement is."""
-        return {"current": self.current, "rounds": self.rounds, "found": [list(pair) for pair in self.found]}
+        found = [list(pair) for pair in self.found]
+        return {"current": self.current, "rounds": self.rounds, "found": found, "bounds": self._bounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the measurement, or keeps what was chosen."""
+        """Goes on with the measurement, or keeps what was chosen; where the bounds are others, chooses again."""
         super().load_state_dict(state)
         self.rounds = int(state["rounds"])
         self.found = [(float(step), float(sync)) for step, sync in state["found"]]
+        # Only then: at a border all ranks read what rank 0 has measured, inside a round each its own, with equal bounds.
+        if state.get("bounds", self._bounds) != self._bounds:
+            self.current = max(self.minimum, min(self.maximum, self.current))
+            if self.rounds > self.NUM_ROUNDS and self.found:
+                self._choose()
 
-    def _choose(self, step: float, sync: float) -> int:
+    @property
+    def _bounds(self) -> list[float]:
+        return [self.max_share, self.minimum, self.maximum]
+
+    def _choose(self) -> tuple[float, float]:
+        """Sets the period, and gives the seconds of a step and of an averaging."""
+        step, sync = (statistics.median(values) for values in zip(*self.found, strict=True))
         # sync / (H step + sync) <= share
         wanted = sync * (1 - self.max_share) / (self.max_share * step) if step > 0 else math.inf
-        return max(self.minimum, min(self.maximum, math.ceil(min(wanted, 2.0**31) - 1e-9)))
+        self.current = max(self.minimum, min(self.maximum, math.ceil(min(wanted, 2.0**31) - 1e-9)))
+        return step, sync
 
 
 def make_periods(config: FederationConfig) -> Periods:

@@ -18,7 +18,7 @@ def moments_of(
     """
     The moments that can be averaged: floating-point state of the shape of its parameter, such as Adam's two.
 
-    Counters are left alone: they are single numbers and count the same steps in all groups.
+    Counters are no moments: what becomes of them where the groups count unlike says [`settle_counters`].
 
     Args:
         optimizers (`Sequence[torch.optim.Optimizer]`):
@@ -39,9 +39,12 @@ def moments_of(
                 for key, value in optimizer.state.get(param, {}).items() if name is not None else ():
                     if not isinstance(value, torch.Tensor) or (value.ndim == 0 and param.ndim > 0):
                         continue
-                    if value.shape == param.shape and value.is_floating_point():
-                        held = value.detach()
-                        found[f"{index}/{name}/{key}"] = held.to_local() if isinstance(held, DTensor) else held
+                    held = value.detach()
+                    held = held.to_local() if isinstance(held, DTensor) else held
+                    # A subclass may say that it is floating-point and keep bytes, as torchao's optimizers do.
+                    plain = type(held) is torch.Tensor and held.is_floating_point()
+                    if value.shape == param.shape and plain:
+                        found[f"{index}/{name}/{key}"] = held
                     else:
                         refused.append(f"{type(optimizer).__name__}: {key} of {name}")
     return found, refused
@@ -59,13 +62,12 @@ def reset_moments(optimizer: torch.optim.Optimizer, chosen: Callable[[Any], bool
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param not in optimizer.state or not chosen(param):
+            if not chosen(param):
                 continue
-            state = optimizer.state[param]
             if isinstance(optimizer, torch.optim.Adagrad):
                 # Made at construction, not in the first step: without it there would be no next one.
-                with torch.no_grad():
-                    state["step"].zero_()
-                    state["sum"].fill_(group["initial_accumulator_value"])
+                state = optimizer.state[param]
+                state["step"] = torch.zeros((), device=param.device if group.get("fused") else "cpu")
+                state["sum"] = torch.full_like(param.detach(), group["initial_accumulator_value"])
             else:
-                del optimizer.state[param]
+                optimizer.state.pop(param, None)

@@ -71,6 +71,17 @@ class OuterLoop:
             config.outer_optimizer, config.outer_learning_rate, config.outer_options, list(anchors.values())
         )
 
+    def fresh_state(self) -> dict[str, torch.Tensor]:
+        """
+        What the optimizer keeps of a parameter, with a single element, that has not moved in its first step: to complete
+        a state that was saved with options that keep less.
+        """
+        still = torch.zeros(1)
+        still.grad = torch.zeros(1)
+        optimizer = self._make({"": still})
+        optimizer.step()
+        return {key: value for key, value in optimizer.state[still].items() if isinstance(value, torch.Tensor)}
+
     def _adopt(self, name: str, value: torch.Tensor) -> None:
         """Takes in what began to train inside the round: it has moved already, and begins from its first average."""
         self.anchors[name] = anchor = self._copy(value)
@@ -82,7 +93,7 @@ class OuterLoop:
 
     def forget(self, names: Iterable[str]) -> None:
         """
-        Drops anchors: of what began to train inside the round that is resumed.
+        Drops anchors: of what no longer trains, or began to train inside the round that is resumed.
 
         Args:
             names (`Iterable[str]`):
@@ -125,13 +136,21 @@ class OuterLoop:
         return RoundStart(self.anchors, {name: shard.dtype for name, shard in shards.items()})
 
     @torch.no_grad()
-    def form_pseudo_gradients(self, means: Mapping[str, torch.Tensor], copies: Callable[[str], int]) -> float:
+    def form_pseudo_gradients(
+        self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], copies: Callable[[str], int]
+    ) -> float:
         """
         Turns the averages into pseudo-gradients, in place, and gives this rank's part of their squared norm.
+
+        A pseudo-gradient is what the groups have moved by: from the model that they began the round with, which is the
+        anchor as the parameters' dtype rounds it. What was rounded off is no movement; counted as one it would be taken
+        back in each round, and the anchor could not add up what is smaller than a step of that dtype.
 
         Args:
             means (`Mapping[str, torch.Tensor]`):
                 The averages, from [`~OuterLoop.means`] after the exchange.
+            shards (`Mapping[str, torch.Tensor]`):
+                This rank's shards, for their dtypes.
             copies (`Callable[[str], int]`):
                 How many ranks of a group hold each element of a parameter: its part is divided among them, so that the
                 sum over the group counts every element once.
@@ -140,9 +159,12 @@ class OuterLoop:
             return 0.0
         squares = []
         for name, mean in means.items():
-            if name not in self.anchors:
+            if name in self.anchors:
+                start = self.anchors[name].to(shards[name].dtype)
+            else:  # it begins from this average, and has not moved from it
                 self._adopt(name, mean)
-            mean.neg_().add_(self.anchors[name].to(mean.device))
+                start = self.anchors[name]
+            mean.neg_().add_(start.to(mean.device))
             squares.append(mean.norm().double().square() / copies(name))
         if not squares:
             return 0.0

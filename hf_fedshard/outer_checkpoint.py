@@ -176,7 +176,15 @@ def _load_local(folder: Path, saved: dict[str, Any], averager: ModelAverager, pl
         plain_name(name): tensor
         for name, tensor in [*averager.model.named_parameters(), *averager.model.named_buffers()]
     }
-    local = [name for name in saved.get("local", ()) if name in held]
+    stored, now = set(saved.get("local", ())) & set(held), {plain_name(name) for name in averager.local_names()}
+    local, shared = sorted(stored & now), sorted(stored - now)
+    if shared and averager.mesh.layout.num_groups > 1 and averager.mesh.is_main:
+        logger.warning(
+            "%d tensors that each group had for itself in the checkpoint are averaged from now on, first %s: all groups begin "
+            "with those of group 0.",
+            len(shared),
+            shared[0],
+        )
     source = nearest_group(place.group_index, place.layout.num_groups, int(saved["num_groups"]))
     load_tensors({LOCAL_PREFIX + name: held[name].detach() for name in local}, folder / group_folder(source))
 
@@ -211,12 +219,17 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
             wanted[entry] = state.setdefault(anchor, {})[key] = torch.empty((), dtype=tensor.dtype, device=device)
     if wanted:
         load_tensors(wanted, folder / OUTER_FOLDER)
+    if outer.optimizer is not None:
+        fresh = outer.fresh_state()
+        for anchor, held in state.items():
+            for key, value in fresh.items():
+                if key not in held:
+                    held[key] = torch.full_like(anchor, float(value)) if value.ndim else value.clone()
     for entry, value in stored.get("values", {}).items():
         plain, _, key = entry.rpartition("/")
         state.setdefault(outer.anchors[names[plain]], {})[key] = decode(value)
     if outer.optimizer is not None:
-        # What was made at construction is replaced.
-        outer.optimizer.state.clear()
+        # What was made at construction is replaced, and stays for parameters that the checkpoint did not average.
         outer.optimizer.state.update(state)
 
 

@@ -29,6 +29,11 @@ REFUSED = {
     "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it takes sparse gradients only",
 }
+# Those of torch that do not step by the learning rate as it is when they step.
+UNSCHEDULED = {
+    "ASGD": "takes a changed learning rate over one step late",
+    "Rprop": "takes no learning rate but the first one",
+}
 # What would turn the step round, or change who computes it.
 _RESERVED = ("params", "lr", "maximize", "differentiable", "capturable", "foreach", "fused", "nesterov")
 
@@ -119,7 +124,7 @@ def make_outer_optimizer(
             `"fedavg"`, `"fedavgm"`, `"nesterov"`, `"fedadagrad"`, `"fedadam"`, `"fedyogi"`, or an elementwise class of
             `torch.optim`.
         learning_rate (`float`, *optional*):
-            Its learning rate; that of the paper, or of torch, by default.
+            Its learning rate; by default that of the functions above, or of torch.
         options (`str` or `Mapping[str, Any]`):
             Its other arguments.
         params (`Iterable[torch.Tensor]`):

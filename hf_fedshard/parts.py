@@ -103,7 +103,9 @@ def describe_course(config: FederationConfig, max_steps: int) -> dict[str, Any]:
         max_steps (`int`):
             Steps of the whole run.
     """
+    bounds = ("max_sync_share", "min_sync_every", "max_sync_every") if config.sync_every == "auto" else ()
     return {
+        **{name: getattr(config, name) for name in bounds},
         "sync_every": config.sync_every,
         "sync_steps_at_start": config.sync_steps_at_start,
         "sync_steps_at_end": config.sync_steps_at_end,
@@ -141,7 +143,7 @@ def check_same_run(
     differs += [
         f"it was saved with {name}={saved[name]}, this is {value}"
         for name, value in course.items()
-        if saved[name] != value
+        if saved.get(name, value) != value
     ]
     if differs:
         # A part holds the step of its group alone.

@@ -25,14 +25,14 @@ class MeasuredRound:
             Time from its first step to the border, of the slowest group.
         sync_seconds (`float`):
             Time of the averaging, without waiting for others.
-        drift (`float`):
-            See [`RoundMetrics`].
+        drift (`float`, *optional*):
+            See [`RoundMetrics`]; `None` where fewer than two groups were averaged, which tells nothing.
     """
 
     steps: int
     seconds: float
     sync_seconds: float
-    drift: float
+    drift: float | None
 
 
 class Periods:

@@ -91,6 +91,8 @@ class Rounds:
         self.round = 0
         self.steps = 0
         self.num_optimizer_steps = 0
+        self.num_skipped_steps: torch.Tensor | float = 0.0
+        """Those of them that fused optimizers have skipped, on the device."""
         self.counts_updates = False
         """Whether somebody other than the guard tells of every optimizer step."""
         self.unique_share = 1.0
@@ -101,7 +103,7 @@ class Rounds:
             drop_stale_state(optimizer)
         reshard(model)
         self._when_finished: list[Callable[[], None]] = []
-        if config.lora_average == "freeze_a":
+        if config.lora_average == "freeze_a" and mesh.layout.num_groups > 1:  # one group is plain training
             self.when_finished(freeze_first_factors(model, self.optimizers))
         self._begin(one_model)
         self.averager = ModelAverager(model, mesh, config, self.optimizers)
@@ -274,6 +276,7 @@ class Rounds:
             **self.state_dict(),
             "steps_in_round": self.steps,
             "num_optimizer_steps": self.num_optimizer_steps,
+            "num_skipped_steps": float(self.num_skipped_steps),
             "trained": self.averager.trained,
             "border_seconds": self.border_seconds,
             "seconds": self._tally.seconds(),
@@ -293,6 +296,7 @@ class Rounds:
         self.course.load_state_dict(state, inside=True)
         self.steps = state["steps_in_round"]
         self.num_optimizer_steps = state["num_optimizer_steps"]
+        self.num_skipped_steps = state.get("num_skipped_steps", 0.0)
         self.averager.restart(state["trained"])
         self.border_seconds = state["border_seconds"]
         self._tally = Tally(started=time.perf_counter() - state["seconds"], **state["tally"])
@@ -383,7 +387,9 @@ class Rounds:
         if not self.synchronous:
             self.border_seconds = metrics.sync_seconds
         slowest = max(rows["seconds"]) / group_size
-        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, metrics.drift))
+        # A group alone, the others left out after a fault or without weight, is at no distance from itself.
+        drift = metrics.drift if sum(weight > 0 for weight in metrics.weights) > 1 else None
+        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, drift))
         self._next_round()
         self.course.begin()
         return Border(
@@ -394,7 +400,7 @@ class Rounds:
 
     def _average(self, held: Held, rows: Rows) -> Outcome:
         if self.course.holds_one_model(held.shards):
-            return self.averager.take_as_it_is(held)
+            return self.averager.take_as_it_is(held, left_out(rows))
         excluded = left_out(rows)
         weights = group_weights(self.config.group_weights, rows, excluded, self.mesh)
         with_moments = moments_agree(rows, self.mesh, self.round + 1)
@@ -404,14 +410,22 @@ class Rounds:
         """Whether an optimizer steps parameters that this object averages."""
         return any(id(param) in self._parameter_ids for group in optimizer.param_groups for param in group["params"])
 
-    def note_optimizer_step(self) -> None:
+    def note_optimizer_step(self, found_inf: torch.Tensor | None = None) -> None:
         """
-        Told by the guard of every real optimizer step.
+        Told by the guard of every call of an optimizer's step.
+
+        Args:
+            found_inf (`torch.Tensor`, *optional*):
+                Of one element, 1 where the optimizer skips the step since its gradients are not finite.
 
         Raises:
             RuntimeError: If the averaging is overdue by more than a round.
         """
         self.num_optimizer_steps += 1
+        if found_inf is not None:
+            self.num_skipped_steps = (
+                self.num_skipped_steps + found_inf.detach()
+            )  # not read: a device would be waited for
         limit = 2 * self.course.period * max(len(self.optimizers), 1)
         if self.num_optimizer_steps > limit and self.mesh.layout.num_groups > 1:
             raise RuntimeError(
@@ -423,7 +437,7 @@ class Rounds:
         """Steps that an optimizer made, where somebody counts them: a gradient scaler may have skipped some."""
         if not (self.counts_updates or guard.is_watching()):
             return self.steps
-        return self.num_optimizer_steps / max(len(self.optimizers), 1)
+        return (self.num_optimizer_steps - float(self.num_skipped_steps)) / max(len(self.optimizers), 1)
 
     def _close_alone(self, votes: dict[str, bool], sums: dict[str, float]) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
@@ -436,4 +450,5 @@ class Rounds:
         self.round += 1
         self.steps = 0
         self.num_optimizer_steps = 0
+        self.num_skipped_steps = 0.0
         self._tally = Tally()

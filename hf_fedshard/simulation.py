@@ -17,7 +17,7 @@ from torch import nn
 
 from .config import FederationConfig
 from .layout import FederationLayout
-from .lora import trained_pairs
+from .lora import check_adapters
 from .metrics import RoundMetrics
 from .rounds import Border, Rounds
 from .selection import Selection
@@ -117,9 +117,9 @@ class Simulation:
         if size is None or size < 2:
             raise ValueError(f"A simulation needs at least 2 groups, but num_groups is {size!r}.")
         _check_periods(config)
-        Selection(config).check(model)
-        if config.lora_average != "factors":
-            trained_pairs(model)
+        selection = Selection(config)
+        selection.check(model)
+        check_adapters(model, config.lora_average, selection)
         self.config = config
         self._meeting = Meeting(size)
         device = next(model.parameters()).device
@@ -211,7 +211,7 @@ def _check_periods(config: FederationConfig) -> None:
 
 
 def _note(rounds: Rounds) -> Callable[..., None]:
-    def note(*args: Any) -> None:
-        rounds.note_optimizer_step()
+    def note(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        rounds.note_optimizer_step(getattr(optimizer, "found_inf", None))
 
     return note

@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .counters import counters_of, exchange_counts, settle_counters
 from .exchange import plan_exchange, run_exchange
 from .initial import hold_the_same_bits
 from .mesh import FederationMesh
 from .metrics import exchange_rows
 from .moments import reset_moments
+from .shards import all_finite
 
 
 logger = logging.getLogger(__name__)
@@ -169,7 +171,7 @@ def unify_moments(
     a border.
 
     Order on every rank: the small exchange of what each holds, the comparison of bits, and if they differ the exchange of
-    the moments. What is done depends on exchanged values alone.
+    the step counters and that of the moments. What is done depends on exchanged values alone.
 
     Args:
         optimizers (`Sequence[torch.optim.Optimizer]`):
@@ -181,7 +183,8 @@ def unify_moments(
 
     Returns:
         `tuple[int, bool]`: Bytes that this rank has sent to other groups, and whether the moments had to be dropped, since
-        some groups have none after a fault, or quantised ones.
+        some groups have none after a fault, or quantised ones, or no group's are finite. Groups whose moments are not
+        finite take the average of the others'.
     """
     moments: dict[str, torch.Tensor] = {}
     counters: dict[str, torch.Tensor] = {}
@@ -192,7 +195,7 @@ def unify_moments(
                 if not isinstance(value, torch.Tensor):
                     continue
                 local = value.to_local() if isinstance(value, DTensor) else value
-                if value.ndim and not local.is_floating_point():
+                if value.ndim and not (local.is_floating_point() and type(local.detach()) is torch.Tensor):
                     quantised = True
                 target = moments if value.ndim else counters
                 target[f"{index}/{place}/{name}"] = local
@@ -200,24 +203,38 @@ def unify_moments(
         "moments": len(moments),
         "quantised": quantised,
         "elements": sum(local.numel() for local in moments.values()),
+        "not_finite": not all_finite(moments.values()),
     }
     rows, _ = exchange_rows({name: float(value) for name, value in row.items()}, mesh)
     equal = hold_the_same_bits([moments, counters], mesh) if _all_equal(rows) else False
-    if equal:
+    bad = [bool(count) for count in rows["not_finite"]]
+    if equal and not any(bad):
         return 0, False
-    if not _all_equal(rows) or any(rows["quantised"]):
+    why = "a group has lost its own" if not _all_equal(rows) else "no group's are finite" if all(bad) else ""
+    why = "they are quantised" if any(rows["quantised"]) else why
+    if why:
         for optimizer in optimizers:
             reset_moments(optimizer)
         if dist.get_rank() == 0:
             logger.warning(
                 "The optimizer moments of the groups cannot be averaged before the synchronous steps at the end (%s): all "
                 "groups begin them with fresh moments.",
-                "they are quantised" if any(rows["quantised"]) else "a group has lost its own",
+                why,
             )
         return 0, True
+    steps = counters_of(optimizers)
+    counts = exchange_counts(steps, mesh)
     plan = plan_exchange(moments, mesh, bucket_size_bytes)
-    run_exchange(plan, moments, mesh.device)
-    # Counters that differ, after skipped updates say: the largest, as when groups are merged.
+    weights = [float(not group) for group in bad]
+    if any(bad) and dist.get_rank() == 0:
+        logger.warning(
+            "The optimizer moments of federation group %s are not finite. It takes the average of the others' for the "
+            "synchronous steps at the end.",
+            ", ".join(str(group) for group, found in enumerate(bad) if found),
+        )
+    run_exchange(plan, moments, mesh.device, weights[mesh.group_index], sum(weights))
+    # Counters that differ, after a fault say: the largest, as when groups are merged. Other single numbers likewise.
+    settle_counters(steps, counts, weights)
     for counter in counters.values():
         held = counter.to(mesh.device, copy=True)
         for group in (mesh.fed, mesh.group):

@@ -78,7 +78,8 @@ def find_weight_function(weights: str | WeightFunction) -> WeightFunction | None
 
 def count_batch(batch: Any, with_tokens: bool = True) -> tuple[int, int | None]:
     """
-    Samples and tokens of a batch: tokens are positions with a label, or, without labels, positions.
+    Samples and tokens of a batch: tokens are positions with a label, but the first of each sample, which a causal model
+    does not predict; or, without labels, positions.
 
     Args:
         batch (`Any`):
@@ -96,7 +97,7 @@ def count_batch(batch: Any, with_tokens: bool = True) -> tuple[int, int | None]:
         return len(tensors[0]), None
     labels = batch.get("labels")
     if labels is not None and getattr(labels, "ndim", 0) > 1:
-        # As the loss counts them: the first position predicts nothing.
+        # As the loss of a causal model counts them: nothing predicts the first position.
         return len(labels), int((labels[:, 1:] != -100).sum())
     tokens = batch.get("input_ids")
     return len(tensors[0]), None if tokens is None else tokens.numel()
@@ -134,6 +135,8 @@ def group_weights(
     if function is None:
         column = {"steps": "updates"}.get(str(setting), str(setting))
         given = [1.0 for _ in groups] if setting == "uniform" else list(rows[column])
+        if setting == "steps" and not any(given[group] for group in groups if group not in excluded):
+            given = [1.0 for _ in groups]  # no group has moved: all hold one model, which is the average
     else:
         given = _call(function, rows, mesh)
     weights = [0.0 if group in excluded else float(given[group]) for group in groups]

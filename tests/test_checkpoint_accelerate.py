@@ -233,3 +233,23 @@ def test_wrong_use(world4: WorkerPool, tmp_path: Path) -> None:
             messages
         )
     assert (tmp_path / "note.txt").exists() and not checkpoints(tmp_path)
+
+
+def failing_to_load(folder: str) -> None:
+    """In synchronous steps at the end, where going on is collective, one rank cannot read."""
+    loop = Loop(folder, sync_steps_at_end=5)
+
+    def fail(models: Any, name: str) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("no such disk")
+
+    loop.train(6, save_at=(6,))
+    loop.accelerator.register_load_state_pre_hook(fail)
+    loop.accelerator.load_state()
+
+
+def test_one_rank_that_cannot_load(world4: WorkerPool, tmp_path: Path) -> None:
+    env = fsdp_launch_env(2, 2)
+    for error in world4.run_failing(failing_to_load, str(tmp_path), env=env, init_group=False, limit_seconds=LIMIT):
+        assert error.type_name == "CheckpointError"
+        assert "Loading a checkpoint failed. On rank 1: OSError: no such disk" in error.message

@@ -268,6 +268,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"outer_schedule": "step"}, "outer_schedule must be one of constant, linear, cosine, but got 'step'"),
     ({"outer_warmup_rounds": -1}, "outer_warmup_rounds must be an integer of at least 0"),
     ({"outer_warmup_rounds": 4, "outer_schedule_rounds": 4}, "outer_warmup_rounds=4 leaves nothing"),
+    (
+        {"outer_optimizer": "Rprop", "outer_warmup_rounds": 2},
+        "outer_optimizer=Rprop takes no learning rate but the first",
+    ),
+    (
+        {"outer_optimizer": "ASGD", "outer_schedule": "cosine", "outer_schedule_rounds": 9},
+        "ASGD takes a changed learning rat",
+    ),
     ({"outer_max_norm": -1.0}, "outer_max_norm must be a number above 0"),
     ({"group_weights": "loss"}, "group_weights must be one of uniform, samples, tokens, steps, a function"),
     ({"group_weights": 3}, "group_weights must be one of"),

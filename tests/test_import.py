@@ -48,7 +48,9 @@ CORE = (
     "moments",
     "selection",
     "proximal",
+    "counters",
     "lora",
+    "lora_products",
     "simulation",
 )
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hf_fedshard.config import FederationConfig
-from hf_fedshard.lora import adapter_pairs, refactor, trained_pairs
+from hf_fedshard.lora import adapter_pairs, trained_pairs
+from hf_fedshard.lora_products import refactor
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.shards import reshard
+from hf_fedshard.simulation import Simulation
 from tests.harness.models import add_lora, tiny_llama
 from tests.harness.outer_runs import GROUP_SIZE, Run, adapted, double, full_state, make_mesh
 from tests.harness.pool import WorkerPool
@@ -72,6 +76,7 @@ def test_error_of_each(runs: list[dict[str, Any]]) -> None:
     errors = {case: error_of(runs, case) for case in ("factors", "uniform", "freeze_a")}
     print({case: f"{error:.1e}" for case, error in errors.items()})
     assert errors["freeze_a"] < 1e-14
+    assert errors["factors"] == pytest.approx(0.011, abs=5e-4) and errors["uniform"] == pytest.approx(0.010, abs=5e-4)
     assert 1e-14 < errors["uniform"] < errors["factors"]
     best = runs[0]["uniform"]["metrics"].lora_error
     groups = [runs[0]["uniform"]["own"], runs[GROUP_SIZE]["uniform"]["own"]]
@@ -121,7 +126,11 @@ def test_refactor_of_one_first_factor_is_exact() -> None:
     torch.testing.assert_close(b, mean)
 
 
-@pytest.mark.parametrize("shape", [(9, 7, 3), (4, 20, 2), (20, 4, 2), (5, 5, 4)])
+@pytest.mark.parametrize(
+    "shape",
+    # The last ones have a rank above the number of inputs, outputs, or both.
+    [(9, 7, 3), (4, 20, 2), (20, 4, 2), (5, 5, 4), (2, 30, 8), (20, 3, 8), (8, 64, 16), (1, 1, 3)],
+)
 def test_refactor_is_the_best_of_its_rank(shape: tuple[int, int, int]) -> None:
     m, n, r = shape
     first, second = [draw(r, n), draw(r, n) + 0.3], [draw(m, r), draw(m, r) - 0.2]
@@ -131,6 +140,45 @@ def test_refactor_is_the_best_of_its_rank(shape: tuple[int, int, int]) -> None:
     assert (a.shape, b.shape) == ((r, n), (m, r))
     assert float((b @ a - mean).norm()) == pytest.approx(float(values[r:].norm()), rel=1e-8, abs=1e-12)
     assert error == pytest.approx(float(values[r:].norm() / values.norm()), rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(9, 7, 4), (3, 30, 8), (20, 3, 8), (30, 40, 4)])
+def test_refactor_of_a_lower_rank_is_determined(shape: tuple[int, int, int], kept: int) -> None:
+    """
+    A mean product of a lower rank than the adapter's leaves A directions in which it could be anything. Its bits must not
+    hang on rounding: shards of two computations are put together where ranks run on unlike hardware.
+    """
+    m, n, r = shape
+    common, left = draw(kept, n), draw(m, kept)
+    first = [torch.cat([common, draw(r - kept, n) + shift]) for shift in (0.0, 1.0)]
+    second = [nn.functional.pad(left * factor, (0, r - kept)) for factor in (1.0, 2.0)]
+    mean = 1.5 * left @ common
+    a, b, error = refactor(first, second, [0.5, 0.5])
+    torch.testing.assert_close(b @ a, mean)
+    assert error < 1e-14
+    if n > r:
+        torch.testing.assert_close(a, (first[0] + first[1]) / 2)  # nothing stands against the mean itself
+    noise = [1 + 1e-15 * draw(r, n), 1 - 1e-15 * draw(r, n)]
+    other_a, other_b, _ = refactor([own * by for own, by in zip(first, noise, strict=True)], second, [0.5, 0.5])
+    for mixed in (other_b @ a, b @ other_a):
+        torch.testing.assert_close(mixed, mean)
+    torch.testing.assert_close(other_a, a)
+
+
+def test_refactor_of_a_lower_rank_keeps_one_first_factor() -> None:
+    first, second = draw(4, 9), [draw(6, 1) @ draw(1, 4), draw(6, 1) @ draw(1, 4) * 3]
+    a, b, _ = refactor([first, first], second, [0.5, 0.5])
+    torch.testing.assert_close(a, first)
+    torch.testing.assert_close(b, (second[0] + second[1]) / 2)
+
+
+def test_refactor_of_products_that_cancel() -> None:
+    """The factors of the mean product, which is zero: not the means of the factors, whose product is not."""
+    first, second = draw(1, 5), draw(4, 1)
+    a, b, error = refactor([first, 3 * first], [second, -second / 3], [0.5, 0.5])
+    assert float((b @ a).abs().max()) < 1e-15 and error == 0
+    assert float(a.norm()) > 0, "or nothing would ever train"
 
 
 def test_refactor_where_nothing_can_be_kept() -> None:
@@ -169,11 +217,80 @@ def _evaluated_before() -> bool:
     run.train(1)
     after = full_state(model)
     assert not torch.equal(before[SECOND], after[SECOND])
+    assert not model.get_parameter(FIRST).requires_grad
+    run.rounds.finish()
+    assert model.get_parameter(FIRST).requires_grad, "as it was"
     return torch.equal(before[FIRST], after[FIRST])
 
 
 def test_frozen_after_an_evaluation(world8: WorkerPool) -> None:
     assert all(world8.run(_evaluated_before))
+
+
+def _unlike_hardware() -> Any:
+    """One rank finds another pair of factors for the same products."""
+    mesh, after = make_mesh(), []
+    for unlike in (False, True):
+        run = Run(mesh, adapted(), sgd, lora_average="product")
+
+        def found(*args: Any, unlike: bool = unlike) -> Any:
+            a, b, error = refactor(*args)
+            return (2 * a, b / 2, 2 * error) if unlike and dist.get_rank() == 5 else (a, b, error)
+
+        with mock.patch("hf_fedshard.lora_products.refactor", found):
+            run.train(0)
+            metrics = run.train(1)
+        after.append((full_state(run.model), metrics.drift, metrics.lora_error))
+        run.rounds.release()
+    return after
+
+
+def test_all_ranks_take_one_pair_of_factors(world8: WorkerPool) -> None:
+    for alike, unlike in world8.run(_unlike_hardware):
+        assert all(torch.equal(tensor, unlike[0][name]) for name, tensor in alike[0].items())
+        assert alike[1:] == unlike[1:]
+
+
+def _one_factor(frozen: str) -> Any:
+    """A run in which the user has frozen a factor, and the mean of the products in its round."""
+    mesh, model = make_mesh(), adapted()
+    model.get_parameter(frozen).requires_grad_(False)
+    if frozen == FIRST:
+        nn.init.ones_(model.get_parameter(SECOND))
+    run = Run(mesh, model, sgd, lora_average="product")
+    run.train(0)
+    close, own = run.rounds.close, []
+
+    def keeping(*args: Any) -> Any:
+        own.append(product(full_state(run.model)))
+        return close(*args)
+
+    run.rounds.close = keeping  # type: ignore[method-assign]
+    run.train(1)
+    return own[0], product(full_state(run.model))
+
+
+@pytest.mark.parametrize("frozen", [FIRST, SECOND])
+def test_a_frozen_factor_is_one_for_all(world8: WorkerPool, frozen: str) -> None:
+    ranks = world8.run(_one_factor, frozen)
+    mean = (ranks[0][0] + ranks[GROUP_SIZE][0]) / 2
+    assert not torch.equal(ranks[0][0], ranks[GROUP_SIZE][0])
+    for rank in ranks:
+        torch.testing.assert_close(rank[1], mean)
+
+
+def _one_local_factor(simulated: bool) -> None:
+    settings: dict[str, Any] = {"lora_average": "product", "local_parameters": FIRST}
+    if simulated:
+        Simulation(adapted(), FederationConfig(2, 2, **settings), sgd)
+    Run(make_mesh(), adapted(), sgd, **settings)
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_product_with_a_local_factor_is_refused(world8: WorkerPool, simulated: bool) -> None:
+    for error in world8.run_failing(_one_local_factor, simulated):
+        assert error.type_name == "ValueError"
+        assert f"of {SECOND} and {FIRST} only the first is averaged" in error.message
 
 
 def _without_adapters() -> None:

@@ -17,6 +17,7 @@ from tests.harness.outer_runs import (
     make_mesh,
     refer,
     run_cases,
+    single,
 )
 from tests.harness.outer_runs import moments_of as whole_moments
 from tests.harness.pool import WorkerPool
@@ -115,6 +116,94 @@ def test_groups_without_moments_are_waited_for(world8: WorkerPool) -> None:
     assert world8.run(_without_state) == [[False, True]] * NUM_RANKS
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-3, amsgrad=True),
+    "RAdam": lambda params: torch.optim.RAdam(params, lr=1e-3),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+}
+
+
+def _skipping(name: str, group: int, skipped: tuple[int, ...]) -> list[dict[str, Any]]:
+    """
+    Gradients of 1, and some that are infinite in one group: a gradient scaler skips these steps, or, where it leaves that
+    to a fused optimizer, has it skip them.
+    """
+    mesh = make_mesh()
+    run = Run(mesh, single(), OPTIMIZERS[name], inner_moments="average", group_weights="steps")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for step in range(4):
+        bad = mesh.group_index == group and step in skipped
+        scaler.scale(torch.ones(()))
+        for param in run.model.parameters():
+            param.grad = torch.full_like(param, float("inf") if bad else scaler.get_scale())
+        scaler.step(run.optimizer)
+        scaler.update()
+        metrics = run.rounds.step()
+        if metrics is None:
+            continue
+        states = [run.optimizer.state[param] for param in run.model.parameters() if param in run.optimizer.state]
+        found.append(
+            {
+                "weights": metrics.weights,
+                "averaged": metrics.moment_bytes_sent > 0,
+                "steps": {float(state["step"]) for state in states},
+                "first": [state["exp_avg"].full_tensor() for state in states],
+                "second": [state["exp_avg_sq"].full_tensor() for state in states],
+                "largest": [state["max_exp_avg_sq"].full_tensor() for state in states if "max_exp_avg_sq" in state],
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "skipped", "counts", "weights", "averaged"),
+    [
+        ("fused", (0,), (2, 4), ((1.0, 0.5), (1.0, 1.0)), (True, True)),
+        ("fused", (0, 1), (2, 4), ((1.0, 0.0), (1.0, 1.0)), (True, True)),
+        # Not fused, its state is made in its first step.
+        ("AdamW", (0, 1), (2, 4), ((1.0, 0.0), (1.0, 1.0)), (False, True)),
+        ("amsgrad", (1,), (2, 4), ((1.0, 0.5), (1.0, 1.0)), (True, True)),
+        ("RAdam", (2,), (2, 4), ((1.0, 1.0), (1.0, 0.5)), (True, True)),
+    ],
+)
+def test_groups_that_made_different_numbers_of_steps(
+    world8: WorkerPool, name: str, skipped: tuple[int, ...], counts: Any, weights: Any, averaged: Any
+) -> None:
+    """With gradients of 1 the moments that Adam divides by what has reached them are 1, whoever has skipped how much."""
+    for rank, borders in enumerate(world8.run(_skipping, name, 1, skipped)):
+        for number, border in enumerate(borders):
+            assert (border["weights"], border["averaged"]) == (weights[number], averaged[number])
+            if not border["averaged"] and rank >= NUM_RANKS // 2:
+                assert not border["first"]
+                continue
+            assert border["steps"] == {counts[number]}
+            for key, beta in (("first", 0.9), ("second", 0.999), ("largest", 0.999)):
+                for moment in border[key]:
+                    reached = 1 - beta ** counts[number]
+                    torch.testing.assert_close(moment, torch.full_like(moment, reached), rtol=2e-5, atol=0)
+        assert bool(borders[0]["largest"]) == (name == "amsgrad")
+
+
+def test_unknown_moments_are_not_averaged_after_different_numbers_of_steps(world8: WorkerPool) -> None:
+    for rank, borders in enumerate(world8.run(_skipping, "NAdam", 1, (0,))):
+        assert [border["averaged"] for border in borders] == [False, False]
+        assert [border["steps"] for border in borders] == ([{2}, {4}] if rank < NUM_RANKS // 2 else [{1}, {3}])
+
+
+def test_all_groups_skip_a_round(world8: WorkerPool) -> None:
+    """Weights by steps are all zero, and the groups hold one model."""
+    for name in ("fused", "AdamW"):
+        for first, second in world8.run(_skip_everywhere, name):
+            assert first["weights"] == second["weights"] == (1.0, 1.0)
+
+
+def _skip_everywhere(name: str) -> list[dict[str, Any]]:
+    return _skipping(name, make_mesh().group_index, (0, 1))
+
+
 class Quantised(torch.optim.SGD):
     """Keeps its momentum in bytes."""
 
@@ -146,6 +235,17 @@ def test_which_state_is_a_moment() -> None:
     found, refused = moments_of([optimizer], {id(params[0]): "a"})
     assert list(found) == ["0/a/exp_avg", "0/a/exp_avg_sq", "0/a/max_exp_avg_sq"] and not refused
     assert found["0/a/exp_avg"].data_ptr() == optimizer.state[params[0]]["exp_avg"].data_ptr()
+
+
+class Wrapped(torch.Tensor):
+    """Says that it is floating-point, whatever it keeps."""
+
+
+def test_state_of_an_unknown_class_is_no_moment() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param] = {"momentum_buffer": torch.ones(4).as_subclass(Wrapped)}
+    assert moments_of([optimizer], {id(param): "a"}) == ({}, ["SGD: momentum_buffer of a"])
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])

@@ -8,10 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from hf_fedshard.averaging import ModelAverager
 from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
+from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.outer import OuterLoop
-from tests.harness.outer_runs import assert_matches, double, make_mesh, refer, run_case, run_cases, single
+from tests.harness.outer_runs import (
+    Run,
+    assert_matches,
+    double,
+    full_state,
+    make_mesh,
+    refer,
+    run_case,
+    run_cases,
+    single,
+)
 from tests.harness.pool import WorkerPool
 from tests.harness.reference import State
 
@@ -184,26 +201,47 @@ def test_average_is_taken_bit_for_bit_and_nothing_is_kept() -> None:
     before = shards["a"].clone()
     means = outer.means(shards)
     assert means["a"] is shards["a"]
-    assert outer.form_pseudo_gradients(means, lambda name: 1) == 0
+    assert outer.form_pseudo_gradients(means, shards, lambda name: 1) == 0
     assert outer.step(means, shards, 0.0) is None
     assert torch.equal(shards["a"], before) and not outer.anchors and outer.optimizer is None
 
 
+SMALL_STEPS: dict[str, dict[str, Any]] = {
+    "SGD": {"outer_optimizer": "SGD", "outer_learning_rate": 1.0},
+    "half rate": {"outer_optimizer": "SGD", "outer_learning_rate": 0.5},
+    "nesterov": {"outer_optimizer": "nesterov"},
+    "fedadam": {"outer_optimizer": "fedadam", "outer_learning_rate": 1e-3},
+    "clipped": {"outer_optimizer": "fedavgm", "outer_max_norm": 1e-3},
+}
+
+
+@pytest.mark.parametrize("settings", SMALL_STEPS.values(), ids=SMALL_STEPS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_steps_in_fp32_or_more(dtype: torch.dtype) -> None:
-    """The anchor keeps what a parameter of few bits rounds away: many small steps add up."""
-    outer = OuterLoop(_config(outer_optimizer="SGD", outer_learning_rate=1.0))
-    shards = {"a": torch.ones(4, dtype=dtype), "empty": torch.ones(0, 3, dtype=dtype)}
-    outer.restart(shards)
-    for _ in range(64):
-        means = outer.means(shards)
-        assert means["a"].dtype == torch.promote_types(dtype, torch.float32)
-        # The groups' average is the anchor and a little more than a quarter of a bf16 step.
-        means["a"].copy_(outer.anchors["a"] + 2.0**-10)
-        norm = outer.form_pseudo_gradients(means, lambda name: 1) ** 0.5
-        outer.step(means, shards, norm)
-    assert shards["a"].tolist() == [1 + 64 * 2.0**-10] * 4
-    assert outer.num_steps == 64
+def test_small_steps_add_up(dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    """
+    The groups begin each round with the model as its dtype rounds it, and their average is a fraction of a step of that
+    dtype away from there. The anchor goes where that of a float64 model goes, whose groups move alike.
+    """
+    step = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2.0**-10
+    moved = -0.3 * step
+    loops = []
+    for kind in (dtype, torch.float64):
+        outer, shards = (
+            OuterLoop(_config(**settings)),
+            {"a": torch.ones(4, dtype=kind), "none": torch.ones(0, 3, dtype=kind)},
+        )
+        outer.restart(shards)
+        for _ in range(60):
+            means = outer.means(shards)
+            assert means["a"].dtype == torch.promote_types(kind, torch.float32)
+            means["a"].add_(moved)
+            outer.step(means, shards, outer.form_pseudo_gradients(means, shards, lambda name: 1) ** 0.5)
+        assert torch.equal(shards["a"], outer.anchors["a"].to(kind))
+        assert outer.num_steps == 60
+        loops.append(outer.anchors["a"].double())
+    way = float((loops[1] - 1).abs().max())
+    assert way > step
+    assert float((loops[0] - loops[1]).abs().max()) < 1e-3 * way
 
 
 @pytest.mark.parametrize("name", ["nesterov", "Adagrad", "AdamW"])
@@ -214,10 +252,70 @@ def test_what_trains_later_begins_with_its_first_average(name: str) -> None:
     shards["b"] = torch.full((2,), 5.0)
     for _ in range(3):
         means = outer.means(shards)
-        outer.form_pseudo_gradients(means, lambda name: 1)
+        outer.form_pseudo_gradients(means, shards, lambda name: 1)
         outer.step(means, shards, 1.0)
         assert torch.isfinite(shards["b"]).all()
     assert torch.allclose(shards["b"], torch.full((2,), 5.0), rtol=0.2)  # AdamW decays weights
+
+
+def _frozen() -> list[Any]:
+    """
+    A layer that is frozen in the second round, another that is local and frozen too: the state at each border, and what
+    travels.
+    """
+    mesh, found = make_mesh(), []
+    run = Run(mesh, double(), outer_optimizer="AdamW", outer_learning_rate=0.1, local_parameters="head.bias")
+    for step in (0, 1, 2, 3, 0, 1, 2, 3):
+        metrics = run.train(step)
+        if len(found) == 1 and run.rounds.steps == 1:  # inside the second round
+            run.model.first.requires_grad_(False)
+            run.model.head.bias.requires_grad_(False)
+        if len(found) == 3:
+            run.model.first.requires_grad_(True)
+        if metrics is not None:
+            averager = run.rounds.averager
+            found.append(
+                (full_state(run.model), metrics.bytes_sent, list(averager.outer.anchors), averager.local_names())
+            )
+    run.rounds.finish()
+    return found
+
+
+def test_a_frozen_layer_stays_and_travels_no_more(world8: WorkerPool) -> None:
+    """It is averaged at the border after the freeze; then the outer optimizer, which decays weights, must not move it."""
+    ranks = world8.run(_frozen)
+    for rank in ranks:
+        (_, sent, *_), (before, again, anchors, _), (after, less, *_), (thawed, more, *_) = rank
+        assert again == sent > less and more == sent
+        assert not any(name.startswith("first") for name in anchors)
+        for name, tensor in after.items():
+            frozen = name.startswith("first") or name == "head.bias"
+            assert torch.equal(tensor, before[name]) == frozen, name
+            if name != "head.bias":
+                assert torch.equal(tensor, ranks[0][2][0][name])
+        assert not torch.equal(after["first.weight"], thawed["first.weight"])
+        assert all(border[3] == {"head.bias"} for border in rank), "each group still has its own"
+    assert not torch.equal(ranks[0][3][0]["head.bias"], ranks[-1][3][0]["head.bias"])
+
+
+def _norms_under_tensor_parallelism() -> tuple[float, float]:
+    mesh = build_federation_mesh("cpu", FederationLayout(2, 1, {"dp_shard": 2, "tp": 2}))
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)).double()
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh.root["tp"], plan)
+    fully_shard(model, mesh=mesh.root["dp_shard"])
+    averager = ModelAverager(model, mesh, _config(outer_optimizer="nesterov"), [])
+    parts = [shard.square().sum() / averager._copies(name) for name, shard in averager._averaged_shards().items()]
+    total = torch.stack(parts).sum()
+    dist.all_reduce(total, group=mesh.group)
+    whole = sum(param.full_tensor().square().sum() for param in model.parameters())
+    return float(total), float(whole)
+
+
+def test_each_element_counts_once(world8: WorkerPool) -> None:
+    """Also of parameters that two axes cut, which PyTorch calls by a placement of its own, and of those that one leaves."""
+    for total, whole in world8.run(_norms_under_tensor_parallelism):
+        assert total == pytest.approx(whole, rel=1e-12)
 
 
 def test_double_model_is_double() -> None:

@@ -122,7 +122,8 @@ def test_trainer(world4: WorkerPool, case: str, tmp_path: Path) -> None:
         labels = [count_labels(rank["batches"]) for rank in whole]
         # The last round, of two steps: what the labels of the groups' batches say.
         groups = [sum(labels[:2]), sum(labels[2:])]
-        assert whole[0]["weights"] == [None] if groups[0] == groups[1] else [round(groups[0] / max(groups), 4)]
+        expected = None if groups[0] == groups[1] else round(groups[0] / max(groups), 4)
+        assert whole[0]["weights"] == [expected]
     elif case == "nesterov in bfloat16":
         assert {name.rpartition("/")[2] for name in names} == {"anchor", "momentum_buffer"}
         assert whole[0]["outer"]["lm_head.weight/anchor"].dtype == torch.float32
@@ -200,6 +201,42 @@ def test_loop(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None
         before["batches"] = before["batches"][-len(after["batches"]) :]
         assert not differences(before, after)
     assert whole[0]["outer"]["num_steps"] == 2
+
+
+@pytest.mark.parametrize(("name", "options"), [("AdamW", "amsgrad=True"), ("RMSprop", "centered=True, momentum=0.5")])
+def test_options_that_keep_more(world4: WorkerPool, tmp_path: Path, name: str, options: str) -> None:
+    """They go on from what is stored, and begin with what they add."""
+    run(world4, through, tmp_path, (2,), 2, outer_optimizer=name)
+    new = run(world4, resumed, tmp_path, 4, outer_optimizer=name, outer_options=options)
+    assert new[0]["warnings"] == [
+        f"Outer settings were changed since the checkpoint: outer_options='{options}' (was '')."
+    ]
+    for rank in new:
+        assert rank["outer"]["num_steps"] == 2
+        assert all(torch.as_tensor(value).isfinite().all() for value in rank["outer"].values())
+        kept = {entry.rpartition("/")[2] for entry in rank["outer"]}
+        assert kept >= ({"max_exp_avg_sq"} if name == "AdamW" else {"momentum_buffer", "grad_avg"})
+
+
+def test_layers_that_are_local_no_more(world4: WorkerPool, tmp_path: Path) -> None:
+    """What was each group's own is group 0's in all groups, and has a fresh state in the outer optimizer."""
+    settings = {"outer_optimizer": "Adagrad", "outer_learning_rate": 0.1}
+    old = run(world4, through, tmp_path, (2,), 2, local_parameters="lm_head.weight,*norm*", **settings)
+    assert not torch.equal(old[0]["model"]["lm_head.weight"], old[2]["model"]["lm_head.weight"])
+    for until in (None, 4):
+        new = run(world4, resumed, tmp_path, until, local_parameters="*norm*", **settings)
+        for rank, state in enumerate(new):
+            shared = {name: tensor for name, tensor in state["model"].items() if "norm" not in name}
+            if until is None:
+                assert not differences(shared, {name: old[0]["model"][name] for name in shared})
+                norms = {name: tensor for name, tensor in state["model"].items() if name not in shared}
+                assert not differences(norms, {name: old[rank]["model"][name] for name in norms})
+            else:
+                assert not differences(shared, {name: new[0]["model"][name] for name in shared})
+        assert (
+            len(new[0]["warnings"]) == 1
+            and "first lm_head.weight: all groups begin with those of" in new[0]["warnings"][0]
+        )
 
 
 @pytest.mark.slow

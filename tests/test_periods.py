@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_fedshard import FederationConfig
 from hf_fedshard.measured_periods import DriftPeriods, MeasuredPeriods, make_periods
 from hf_fedshard.periods import MeasuredRound, Periods
+from hf_fedshard.simulation import Simulation
 from tests.harness.comparison import assert_matches, refer
 from tests.harness.pool import WorkerPool
 from tests.test_checkpoint_resume import assert_resumes
@@ -89,6 +91,51 @@ def test_bounds(minimum: int, maximum: int, expected: int) -> None:
         periods.after_round(MeasuredRound(8, 0.8, 1.0, 0.1))
     assert periods.current == expected
     assert ("above max_sync_share" in periods.news) == (expected < 190)
+
+
+@pytest.mark.parametrize(
+    ("share", "minimum", "maximum", "expected"),
+    [(0.05, 1, 1000, 190), (0.05, 1, 32, 32), (0.05, 500, 1000, 500), (0.5, 1, 1000, 10), (0.01, 1, 2000, 990)],
+)
+@pytest.mark.parametrize("rounds", [2, 4, 6])
+def test_other_bounds_hold_from_the_resume_on(
+    share: float, minimum: int, maximum: int, expected: int, rounds: int
+) -> None:
+    """Also for a period that was chosen before: from the same measurement, as if the bounds had been these all along."""
+    before, after = MeasuredPeriods(0.05, 1, 1000), MeasuredPeriods(share, minimum, maximum)
+    for number in range(6):
+        if number == rounds:
+            after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        periods = before if number < rounds else after
+        periods.after_round(MeasuredRound(8, 0.8, 1.0, 0.1))
+    if rounds == 6:
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.current == expected
+    drifting = DriftPeriods(0.3, minimum, maximum)
+    drifting.load_state_dict({"current": 100})
+    assert drifting.current == min(max(100, minimum), maximum)
+
+
+def test_a_round_without_a_drift_tells_nothing() -> None:
+    periods = DriftPeriods(max_drift=0.3, minimum=2, maximum=100)
+    for drift, expected in ((None, 8), (0.25, 9), (None, 9)):
+        periods.after_round(MeasuredRound(periods.current, 1.0, 1.0, drift))
+        assert periods.current == expected
+
+
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+def test_a_group_alone_has_no_drift(weights: str) -> None:
+    """The other one is left out after a fault, or has no weight: the drift of one group from itself says nothing."""
+    config = FederationConfig(2, "drift", max_drift=1e-9, min_sync_every=1, group_weights=weights)
+    simulation = Simulation(torch.nn.Linear(2, 2), config, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for step in range(8):
+        for group in simulation.groups:
+            if step == 7 and group.index == 1 and weights == "uniform":
+                torch.nn.init.constant_(group.model.weight, float("nan"))
+            group.count_step(samples=1 - group.index)
+        metrics = simulation.step()
+    assert metrics is not None and metrics.drift == 0 and sum(metrics.weights) == 1
+    assert [group.rounds.course.period for group in simulation.groups] == [8, 8]
 
 
 @pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])

@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from hf_fedshard.config import FederationConfig
+from hf_fedshard.rounds import Rounds
 from hf_fedshard.shards import all_finite
 from tests.harness.models import tiny_llama
 from tests.harness.pool import WorkerPool
@@ -173,3 +176,50 @@ def test_settings_that_differ(world4: WorkerPool) -> None:
     errors = world4.run_failing(settings_differ)
     assert {error.type_name for error in errors} == {"FederationMismatchError"}
     assert all("sync_every: 3 on ranks 0-2; 4 on rank 3" in error.message for error in errors)
+
+
+def without_optimizer(settings: dict[str, Any], other: bool) -> None:
+    from tests.harness.outer_runs import double, make_mesh
+
+    mesh = make_mesh()
+    model = fully_shard(double(), mesh=mesh.fsdp)
+    given = [torch.optim.SGD([nn.Parameter(torch.ones(1))])] if other else []
+    Rounds(model, mesh, FederationConfig(2, 2, **settings), given, num_training_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "other", "words"),
+    [
+        ({"proximal_mu": 0.1}, False, "proximal_mu=0.1 needs the inner optimizer, but none was given"),
+        ({"inner_moments": "reset"}, False, "inner_moments='reset' needs"),
+        (
+            {"inner_moments": "average", "sync_steps_at_end": 2},
+            True,
+            "none of those that were given steps a parameter",
+        ),
+    ],
+)
+def test_settings_of_an_optimizer_that_was_not_given(
+    world8: WorkerPool, settings: dict[str, Any], other: bool, words: str
+) -> None:
+    for error in world8.run_failing(without_optimizer, settings, other):
+        assert error.type_name == "ValueError"
+        assert words in error.message and "plugin.federate(accelerator, model, optimizer)" in error.message
+
+
+def buffers_of_one_model() -> Any:
+    """After synchronous steps the statistics of group 1 are NaN."""
+    from tests.harness.models import tiny_batchnorm
+
+    federation = Federation(tiny_batchnorm())
+    averager, group = federation.rounds.averager, federation.mesh.group_index
+    for name, buffer in federation.model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.fill_(float("nan") if group else 1.0 + dist.get_rank())
+    averager.take_as_it_is(averager.collect(), (1,))
+    return [buffer for name, buffer in federation.model.named_buffers() if name.endswith("running_mean")]
+
+
+def test_nan_in_statistics_does_not_spread_after_synchronous_steps(world4: WorkerPool) -> None:
+    for means in world4.run(buffers_of_one_model):
+        assert means and all(torch.equal(mean, torch.full_like(mean, 1.5)) for mean in means)

@@ -157,6 +157,12 @@ def test_by_name(setting: str, excluded: tuple[int, ...], weights: tuple[float, 
     assert group_weights(setting, ROWS, excluded, PEERS) == weights
 
 
+def test_no_group_has_made_a_step() -> None:
+    rows = {**ROWS, "updates": [0.0, 4.0, 0.0]}
+    assert group_weights("steps", rows, (1,), PEERS) == (1.0, 0.0, 1.0), "they hold one model, which is the average"
+    assert group_weights("steps", {**ROWS, "updates": [0.0] * 3}, (), PEERS) == (1.0, 1.0, 1.0)
+
+
 def test_excluded_counts_do_not_matter() -> None:
     rows = {**ROWS, "tokens": [math.nan, 5.0, 10.0]}
     assert group_weights("tokens", rows, (0,), PEERS) == (0.0, 0.5, 1.0)
