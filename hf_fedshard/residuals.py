@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .collectives import all_gather
-from .exchange import ExchangePlan
+from .exchange import Bucket, ExchangePlan
 from .outer_memory import OuterMemory
 
 
@@ -25,6 +25,7 @@ class Residuals:
         self.memory = memory
         self.plan: ExchangePlan | None = None
         self.flats: list[torch.Tensor] = []
+        self._device = torch.device("cpu")
         self._loaded: dict[str, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -64,8 +65,8 @@ class Residuals:
             return None
         if self.plan is not plan:
             owed = self.by_name()
-            self.plan, self._loaded = plan, {}
-            self.flats = [self._cut(bucket_index, owed, device) for bucket_index in range(len(plan.buckets))]
+            self.plan, self._device, self._loaded = plan, device, {}
+            self.flats = [self._cut(plan, bucket, owed) for bucket in plan.buckets]
         return self.flats
 
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -90,14 +91,12 @@ class Residuals:
                 shard[piece.start : piece.stop] = whole[piece.offset : piece.offset + piece.stop - piece.start]
         return found
 
-    def _cut(self, index: int, owed: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        assert self.plan is not None
-        self._device = device
-        bucket = self.plan.buckets[index]
+    def _cut(self, plan: ExchangePlan, bucket: Bucket, owed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The own slice of a bucket, zeros for what is not owed."""
         whole = torch.zeros(bucket.numel, dtype=bucket.dtype)
         for piece in bucket.pieces:
             if piece.name in owed:
                 target = whole[piece.offset : piece.offset + piece.stop - piece.start]
                 target.copy_(owed[piece.name].reshape(-1)[piece.start : piece.stop])
-        own = whole.view(self.plan.num_slices, -1)[self.plan.slice_index]
-        return self.memory.copy(own, device)
+        own = whole.view(plan.num_slices, -1)[plan.slice_index]
+        return self.memory.copy(own, self._device)

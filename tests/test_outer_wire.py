@@ -11,6 +11,7 @@ from torch import nn
 from hf_fedshard import guard
 from hf_fedshard.config import FederationConfig
 from hf_fedshard.mesh import FederationMesh
+from hf_fedshard.shards import local_shards
 from hf_fedshard.simulation import Simulation
 from tests.harness.outer_runs import NUM_GROUPS, NUM_STEPS, Run, adamw, double, full_state, make_mesh, single
 from tests.harness.pool import WorkerPool
@@ -29,6 +30,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights": ("nesterov", {"wire_format": "int4", "group_weights": "samples", **CASES["nesterov"]}),
     "poisoned": ("nesterov", {"wire_format": "int8", "poisoned": 1, **CASES["nesterov"]}),
     "offload": ("fedadam", {"wire_format": "int8", "offload_outer_state": True, **CASES["fedadam"]}),
+    "synchronous start": ("nesterov", {"wire_format": "int8", "sync_steps_at_start": 2, **CASES["nesterov"]}),
+    "synchronous end": ("nesterov", {"wire_format": "int4", "sync_steps_at_end": 2, **CASES["nesterov"]}),
     "local": ("fedavgm", {"wire_format": "int8", "local_parameters": "head.*", **CASES["fedavgm"]}),
 }
 
@@ -42,7 +45,8 @@ def run_one(mesh: FederationMesh, settings: dict[str, Any]) -> dict[str, Any]:
     poisoned = settings.get("poisoned")
     run = Run(mesh, double(), **{name: value for name, value in settings.items() if name != "poisoned"})
     averager = run.rounds.averager
-    found: dict[str, Any] = {"held": [], "anchors": [], "after": [], "weights": [], "borders": [], "metrics": []}
+    keys = ("held", "anchors", "after", "weights", "borders", "metrics", "anchored", "owes")
+    found: dict[str, Any] = {key: [] for key in keys}
     original = averager.average
 
     def average(held: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +66,10 @@ def run_one(mesh: FederationMesh, settings: dict[str, Any]) -> dict[str, Any]:
         if metrics is not None:
             found["borders"].append(full_state(run.model))
             found["metrics"].append(metrics)
+            shards = local_shards(run.model)
+            anchors = averager.outer.anchors
+            found["anchored"].append(all(torch.equal(anchor, shards[name]) for name, anchor in anchors.items()))
+            found["owes"].append(bool(averager.residuals))
     found["elements"] = sum(shard.numel() for shard in found["held"][0].values())
     found["residual_elements"] = sum(flat.numel() for flat in averager.residuals.flats)
     run.rounds.finish()
@@ -119,6 +127,17 @@ def test_metrics(runs: list[dict[str, Any]]) -> None:
         found = rank["int8 nesterov"]
         assert found["elements"] / 2 <= found["residual_elements"] < found["elements"] / 2 + 2 * 64
         assert rank["bf16 nesterov"]["residual_elements"] == 0
+
+
+def test_anchors_at_borders(runs: list[dict[str, Any]]) -> None:
+    """The anchor is the model at every border, after synchronous steps too; these leave nothing owed."""
+    for rank in runs:
+        for name, found in rank.items():
+            owes = {"synchronous start": [False, True], "synchronous end": [True, False]}.get(name, [True, True])
+            if RUNS[name][1]["wire_format"] == "bf16":
+                owes = [False, False]
+            assert (found["anchored"], found["owes"]) == ([True, True], owes), name
+            assert len(found["held"]) == (1 if "synchronous" in name else 2)
 
 
 def test_clipping(runs: list[dict[str, Any]]) -> None:
