@@ -32,6 +32,7 @@ CORE = (
     "initial",
     "guard",
     "metrics",
+    "counting",
     "rounds",
     "closing",
     "periods",
