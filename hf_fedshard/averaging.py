@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,43 @@ class Outcome:
     lora_error: float | None = None
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """
+    What the collectives of an averaging have left to be done by each rank for itself, the same on all ranks.
+
+    Args:
+        weights (`tuple[float, ...]`):
+            Of each group.
+        squared_drift (`float`):
+            Mean over the groups of the squared distance from the average, counted once for each replica.
+        squared_norm (`float`):
+            Squared norm of the average, counted likewise.
+        pseudo_gradient_norm (`float`):
+            Norm of the pseudo-gradient.
+        with_moments (`bool`):
+            Whether moments of the inner optimizers were averaged.
+        lora_error (`float`, *optional*):
+            What the adapters could not hold.
+        step (`bool`):
+            Whether the outer optimizer is to step.
+    """
+
+    weights: tuple[float, ...]
+    squared_drift: float
+    squared_norm: float
+    pseudo_gradient_norm: float
+    with_moments: bool
+    lora_error: float | None
+    step: bool
+
+    @property
+    def drift(self) -> float:
+        """Distance of the groups from their average, relative to its norm."""
+        # The replicas of a group each report the whole shard, so the ratio needs no correction.
+        return (self.squared_drift / self.squared_norm) ** 0.5 if self.squared_norm > 0 else 0.0
+
+
 class ModelAverager:
     """
     Averages one model over the groups.
@@ -62,7 +99,7 @@ class ModelAverager:
         model (`nn.Module`):
             The prepared model.
         mesh ([`Peers`]):
-            The federation.
+            The federation, or its [`SlowTier`].
         config ([`FederationConfig`]):
             Its settings.
         optimizers (`Sequence[torch.optim.Optimizer]`):
@@ -86,7 +123,7 @@ class ModelAverager:
         self._plans: dict[str, tuple[object, ExchangePlan]] = {}
         self._pairs = trained_pairs(model) if config.lora_average == "product" else []
         # A constant such as a causal mask of -inf is no sign of trouble.
-        self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
+        self.checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
         self.restart()
 
     def restart(self, trained_before: Iterable[str] = ()) -> None:
@@ -100,7 +137,7 @@ class ModelAverager:
         reshard(self.model)
         self.note_trainable(trained_before)
         if self.mesh.layout.num_groups > 1:
-            self.outer.restart(self._averaged_shards())
+            self.outer.restart(self.averaged_shards())
 
     @property
     def trained(self) -> list[str]:
@@ -133,15 +170,15 @@ class ModelAverager:
         """
         reshard(self.model)
         self.note_trainable()
-        shards = self._averaged_shards()
+        shards = self.averaged_shards()
         means = self.outer.means(shards)
         moments, problems = self._moments(shards)
-        problems += self._strays()
+        problems += self.strays()
         buffers = persistent_buffers(self.model)
         paired = {name for pair in self._pairs for name in pair}
-        plans = {"parameters": self._plan("parameters", {n: t for n, t in means.items() if n not in paired})}
+        plans = {"parameters": self.plan("parameters", {n: t for n, t in means.items() if n not in paired})}
         if moments:
-            plans["moments"] = self._plan("moments", moments)
+            plans["moments"] = self.plan("moments", moments)
         if self._pairs:
             groups = self.mesh.layout.num_groups
             tables = {
@@ -149,12 +186,9 @@ class ModelAverager:
                 for pair in self._pairs
                 for name in pair
             }
-            plans["adapters"] = self._plan("adapters", tables)
-        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
-        finite = all_finite(
-            [*shards.values(), *local, *moments.values(), *(buffers[name] for name in self._checked_buffers)]
-        )
-        return Held(shards, means, moments, buffers, plans, finite, problems)
+            plans["adapters"] = self.plan("adapters", tables)
+        finite = all_finite([*shards.values(), *moments.values(), *self.checked_besides(shards, buffers)])
+        return Held(shards, means, moments, buffers, plans, finite, problems, self.copies(shards))
 
     def average(
         self,
@@ -166,9 +200,8 @@ class ModelAverager:
     ) -> Outcome:
         """
         Replaces parameters and buffers by their average over the groups, and makes the outer step. Collective over the
-        world, in this order: the buckets of the parameters, adapters of which products are averaged, the buckets of the
-        moments, the buffers, and one small exchange of norms. What follows needs no communication: every rank steps its
-        shards.
+        world: [`~ModelAverager.exchange`]. What follows, [`~ModelAverager.settle`], needs no communication: every rank
+        steps its shards.
 
         Args:
             held ([`Held`]):
@@ -185,6 +218,31 @@ class ModelAverager:
         Returns:
             [`Outcome`]: What it came to.
         """
+        return self.settle(held, self.exchange(held, weights, with_moments, step), excluded)
+
+    def exchange(
+        self, held: Held, weights: Sequence[float], with_moments: bool = True, step: bool = True
+    ) -> Exchanged:
+        """
+        The collectives of an averaging. Touches what is held and neither model nor optimizers, so it may run in a thread
+        beside the training steps where that is a snapshot.
+
+        Collective over the world, in this order: the buckets of the parameters, adapters of which products are averaged, the
+        buckets of the moments, the buffers, and one small exchange of norms.
+
+        Args:
+            held ([`Held`]):
+                Written in place: `means` are the averages afterwards, or the pseudo-gradients.
+            weights (`Sequence[float]`):
+                See [`~ModelAverager.average`].
+            with_moments (`bool`, defaults to `True`):
+                The same.
+            step (`bool`, defaults to `True`):
+                The same.
+
+        Returns:
+            [`Exchanged`]: For [`~ModelAverager.settle`].
+        """
         weight, total = weights[self.mesh.group_index], sum(weights)
         device = self.mesh.device
         lora_error = None
@@ -200,16 +258,53 @@ class ModelAverager:
             if with_moments:
                 run_exchange(held.plans["moments"], held.moments, device, weight, total)
             self._average_buffers(held, weight, total)
-        row["pseudo_gradient"] = self.outer.form_pseudo_gradients(held.means, self._copies) if step else 0.0
-        # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction.
+        row["pseudo_gradient"] = self.outer.form_pseudo_gradients(held.means, held.copies) if step else 0.0
         rows, _ = exchange_rows(row, self.mesh)
-        # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.
-        norm = rows["pseudo_gradient"][0] ** 0.5
-        rate = self.outer.step(held.means, held.shards, norm) if step else self.outer.take(held.means, held.shards)
-        self._settle_moments(excluded, with_moments)
         counted = sum(weight > 0 for weight in weights)
-        drift = (sum(rows["drift"]) / counted / rows["norm"][0]) ** 0.5 if rows["norm"][0] > 0 else 0.0
-        return Outcome(drift, tuple(weights), with_moments, None if rate is None else norm, rate, lora_error)
+        return Exchanged(
+            weights=tuple(weights),
+            squared_drift=sum(rows["drift"]) / counted,
+            squared_norm=rows["norm"][0],
+            # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.
+            pseudo_gradient_norm=rows["pseudo_gradient"][0] ** 0.5,
+            with_moments=with_moments,
+            lora_error=lora_error,
+            step=step,
+        )
+
+    def settle(
+        self,
+        held: Held,
+        found: Exchanged,
+        excluded: tuple[int, ...],
+        names: Collection[str] | None = None,
+        last: bool = True,
+    ) -> Outcome:
+        """
+        What follows the collectives: the outer step, and fresh moments where they are due. Without communication.
+
+        Args:
+            held ([`Held`]):
+                After [`~ModelAverager.exchange`]; its `shards` get the new model.
+            found ([`Exchanged`]):
+                From there.
+            excluded (`tuple[int, ...]`):
+                See [`~ModelAverager.average`].
+            names (`Collection[str]`, *optional*):
+                Of a fragment's parameters, whose moments alone are touched; by default all.
+            last (`bool`, defaults to `True`):
+                Whether the outer step is that of the whole model, or of its last fragment.
+
+        Returns:
+            [`Outcome`]: What it came to.
+        """
+        if found.step:
+            rate = self.outer.step(held.means, held.shards, found.pseudo_gradient_norm, last)
+        else:
+            rate = self.outer.take(held.means, held.shards)
+        self._settle_moments(excluded, found.with_moments, names)
+        norm = None if rate is None else found.pseudo_gradient_norm
+        return Outcome(found.drift, found.weights, found.with_moments, norm, rate, found.lora_error)
 
     def take_as_it_is(self, held: Held) -> Outcome:
         """
@@ -240,7 +335,23 @@ class ModelAverager:
     def _shards(self) -> dict[str, torch.Tensor]:
         return local_shards(self.model, plain=self.mesh.in_process)
 
-    def _averaged_shards(self) -> dict[str, torch.Tensor]:
+    def checked_besides(
+        self, shards: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """
+        What must be finite besides the averaged parameters: the group's own, and buffers that were when training began.
+
+        Args:
+            shards (`Mapping[str, torch.Tensor]`):
+                From [`~ModelAverager.averaged_shards`].
+            buffers (`Mapping[str, torch.Tensor]`):
+                The persistent buffers.
+        """
+        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
+        return [*local, *(buffers[name] for name in self.checked_buffers)]
+
+    def averaged_shards(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of what is averaged, aliasing the parameters, in the model's order. Reshard first."""
         return {
             name: shard
             for name, shard in self._shards().items()
@@ -256,7 +367,8 @@ class ModelAverager:
             f"inner_moments='average' cannot average {what}. Use 'keep' or 'reset'." for what in refused[:1]
         ]
 
-    def _strays(self) -> list[str]:
+    def strays(self) -> list[str]:
+        """What has come to train after the start and cannot be averaged, in words."""
         unmanaged = [] if self.mesh.in_process else unmanaged_parameters(self.model)
         problems = [
             "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
@@ -268,7 +380,16 @@ class ModelAverager:
             for name in sorted(stray)[:1]
         ]
 
-    def _plan(self, part: str, tensors: Mapping[str, torch.Tensor]) -> ExchangePlan:
+    def plan(self, part: str, tensors: Mapping[str, torch.Tensor]) -> ExchangePlan:
+        """
+        The plan of an exchange, kept for as long as names and sizes stay.
+
+        Args:
+            part (`str`):
+                What is exchanged.
+            tensors (`Mapping[str, torch.Tensor]`):
+                This rank's.
+        """
         names = tuple((name, tensor.numel(), tensor.dtype) for name, tensor in tensors.items())
         if part not in self._plans or self._plans[part][0] != names:
             self._plans[part] = (names, plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes))
@@ -281,15 +402,26 @@ class ModelAverager:
         parameters = dict(self.model.named_parameters())
         return average_products(self._pairs, held.shards, parameters, gather, weights, self.mesh)
 
-    def _copies(self, name: str) -> int:
-        """How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it."""
-        param = self.model.get_parameter(name)
-        if not isinstance(param, DTensor):
-            return 1
-        sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
-        return self.mesh.group.size() // math.prod(size for size, placement in sizes if placement.is_shard())
+    def copies(self, names: Iterable[str]) -> dict[str, int]:
+        """
+        How many ranks of a group hold each element of a parameter, its replicas and axes that do not shard it, where the
+        outer step has a norm. To be asked while the model is resharded.
 
-    def _settle_moments(self, excluded: tuple[int, ...], averaged: bool) -> None:
+        Args:
+            names (`Iterable[str]`):
+                Of parameters.
+        """
+        found: dict[str, int] = {}
+        for name in names if self.outer.optimizer is not None else ():
+            param = self.model.get_parameter(name)
+            found[name] = 1
+            if isinstance(param, DTensor):
+                sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
+                sharded = math.prod(size for size, placement in sizes if placement.is_shard())
+                found[name] = self.mesh.group.size() // sharded
+        return found
+
+    def _settle_moments(self, excluded: tuple[int, ...], averaged: bool, names: Collection[str] | None = None) -> None:
         if excluded and self.mesh.is_main:
             logger.warning(
                 "The parameters of federation group %s were not finite. It was left out of the average, has taken the "
@@ -301,7 +433,9 @@ class ModelAverager:
         if not left_out and self.config.inner_moments != "reset":
             return
         chosen = {
-            id(param) for name, param in self.model.named_parameters() if left_out or self.selection.is_averaged(name)
+            id(param)
+            for name, param in self.model.named_parameters()
+            if (left_out or self.selection.is_averaged(name)) and (names is None or name in names)
         }
         for optimizer in self.optimizers:
             reset_moments(optimizer, lambda param: id(param) in chosen)

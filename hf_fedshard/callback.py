@@ -18,6 +18,7 @@ from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .measured_periods import describe
 from .metrics import RoundMetrics
+from .overlap import describe as describe_overlap
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .trainer_checkpoint import TrainerCheckpoints
@@ -141,7 +142,7 @@ class FedAvgCallback(TrainerCallback):
         self._parallelism.mesh.set_timeout(self.config.timeout_seconds or trainer.args.ddp_timeout)
         self._binding = TrainerBinding(trainer, self._parallelism, self.config)
         self._binding.install(before_train=self._put_in_force, after_train=self._take_back)
-        logger.info("Federated training, %s, %s", layout, describe(self.config))
+        logger.info("Federated training, %s, %s%s", layout, describe(self.config), describe_overlap(self.config))
 
     @property
     def last_round(self) -> RoundMetrics | None:

@@ -14,6 +14,7 @@ from .config import FederationConfig
 from .course import Course
 from .mesh import Peers
 from .metrics import Tally
+from .overlap import OverlappedAveraging
 
 
 class RoundCounter:
@@ -31,6 +32,8 @@ class RoundCounter:
 
     averager: ModelAverager
     course: Course
+    overlap: OverlappedAveraging | None
+    """What averages beside the steps, with `overlap_steps` and several groups."""
 
     def __init__(self, mesh: Peers, config: FederationConfig, optimizers: list[torch.optim.Optimizer]) -> None:
         self.mesh = mesh
@@ -91,7 +94,12 @@ class RoundCounter:
 
         Returns:
             `bool`: Whether the round has all of its steps, so that [`~Rounds.close`] is due.
+
+        Raises:
+            Exception: What an averaging beside the steps has failed with on this rank.
         """
+        if self.overlap is not None:
+            self.overlap.raise_failure()
         self.steps += 1
         self.course.num_steps += 1
         self._tally.tokens += tokens
@@ -127,6 +135,8 @@ class RoundCounter:
             state (`Mapping[str, Any]`):
                 From [`~Rounds.state_dict`].
         """
+        if self.overlap is not None:
+            self.overlap.discard()
         self._next_round()
         self.round = int(state["round"])
         self.course.load_state_dict(state)
@@ -164,7 +174,7 @@ class RoundCounter:
     @property
     def seconds_per_step(self) -> float:
         """How long a step of this round takes, waiting for other groups left aside; 0 before the first."""
-        return (self._tally.seconds() - self._tally.waited_seconds) / self.steps if self.steps else 0.0
+        return self._tally.own_seconds() / self.steps if self.steps else 0.0
 
     def note_wait(self, seconds: float) -> None:
         """
@@ -180,9 +190,10 @@ class RoundCounter:
     def at_border(self) -> bool:
         """
         Whether every group holds the same, averaged model: no step was made since the last averaging, nor one begun by
-        the optimizer and not yet counted.
+        the optimizer and not yet counted, and no averaging is in flight.
         """
-        return self.steps == 0 and self.num_optimizer_steps == 0
+        in_flight = self.overlap is not None and self.overlap.in_flight
+        return self.steps == 0 and self.num_optimizer_steps == 0 and not in_flight
 
     def note_optimizer_step(self) -> None:
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -61,7 +61,9 @@ class OuterLoop:
 
     def _adopt(self, name: str, value: torch.Tensor) -> None:
         """Takes in what began to train inside the round: it has moved already, and begins from its first average."""
-        self.anchors[name] = anchor = _wide_copy(value)
+        self.anchors[name] = anchor = _wide_copy(value).to(
+            next((held.device for held in self.anchors.values()), value.device)
+        )
         if self.optimizer is not None:
             self.optimizer.param_groups[0]["params"].append(anchor)
             # Adagrad makes its state when it is constructed.
@@ -102,14 +104,14 @@ class OuterLoop:
         }
 
     @torch.no_grad()
-    def form_pseudo_gradients(self, means: Mapping[str, torch.Tensor], copies: Callable[[str], int]) -> float:
+    def form_pseudo_gradients(self, means: Mapping[str, torch.Tensor], copies: Mapping[str, int]) -> float:
         """
         Turns the averages into pseudo-gradients, in place, and gives this rank's part of their squared norm.
 
         Args:
             means (`Mapping[str, torch.Tensor]`):
                 The averages, from [`~OuterLoop.means`] after the exchange.
-            copies (`Callable[[str], int]`):
+            copies (`Mapping[str, int]`):
                 How many ranks of a group hold each element of a parameter: its part is divided among them, so that the
                 sum over the group counts every element once.
         """
@@ -119,15 +121,22 @@ class OuterLoop:
         for name, mean in means.items():
             if name not in self.anchors:
                 self._adopt(name, mean)
-            mean.neg_().add_(self.anchors[name])
-            squares.append(mean.norm().double().square() / copies(name))
+            # A snapshot may lie in host memory.
+            mean.neg_().add_(self.anchors[name].to(mean.device))
+            squares.append(mean.norm().double().square() / copies[name])
         if not squares:
             return 0.0
         # Brought together before they are read, which is when a device is waited for.
         return float(torch.stack([square.to(squares[0].device) for square in squares]).sum())
 
     @torch.no_grad()
-    def step(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], norm: float) -> float | None:
+    def step(
+        self,
+        means: Mapping[str, torch.Tensor],
+        shards: Mapping[str, torch.Tensor],
+        norm: float,
+        last: bool = True,
+    ) -> float | None:
         """
         Steps the anchor and gives the parameters its values. Without communication.
 
@@ -138,6 +147,8 @@ class OuterLoop:
                 This rank's shards, written in place.
             norm (`float`):
                 Norm of the pseudo-gradient of the whole model, the same bits on all ranks.
+            last (`bool`, defaults to `True`):
+                Whether the schedule goes on: not with a fragment of the model that others follow.
 
         Returns:
             `float` or `None`: The outer learning rate; `None` where the average is the model.
@@ -158,7 +169,7 @@ class OuterLoop:
         for name in means:
             self.anchors[name].grad = None
             shards[name].copy_(self.anchors[name])
-        self.num_steps += 1
+        self.num_steps += last
         return rate
 
     @torch.no_grad()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from . import guard
 from .averaging import ModelAverager, Outcome
-from .closing import Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
+from .closing import Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
 from .config import FederationConfig
 from .counting import RoundCounter
 from .course import Course
@@ -20,29 +19,11 @@ from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
 from .mesh import FederationMesh, Peers
 from .metrics import RoundMetrics, exchange_rows
+from .overlap import OverlappedAveraging, Span
 from .periods import MeasuredRound
 from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
 from .weights import group_weights
-
-
-@dataclass(frozen=True)
-class Border:
-    """
-    The moment after a round: every group holds the averaged model.
-
-    Args:
-        metrics ([`RoundMetrics`]):
-            What the round measured.
-        votes (`dict[str, bool]`):
-            For each vote that was put, whether any rank of any group cast it.
-        sums (`dict[str, float]`):
-            For each number that was handed in, its sum over all ranks of all groups.
-    """
-
-    metrics: RoundMetrics
-    votes: dict[str, bool] = field(default_factory=dict)
-    sums: dict[str, float] = field(default_factory=dict)
 
 
 class Rounds(RoundCounter):
@@ -92,11 +73,17 @@ class Rounds(RoundCounter):
         self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a":
             self.when_finished(freeze_first_factors(model, self.optimizers))
+        tier = mesh.slow_tier if isinstance(mesh, FederationMesh) else None
+        self.peers: Peers = mesh if tier is None else tier
         self._begin(one_model)
-        self.averager = ModelAverager(model, mesh, config, self.optimizers)
+        self.averager = ModelAverager(model, self.peers, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
         self.course = Course(model, mesh, config, self.optimizers, num_training_steps)
         self.course.begin()
+        self.overlap = None
+        if config.overlap_steps and mesh.layout.num_groups > 1:
+            assert tier is not None, "overlap_steps needs build_federation_mesh(..., with_slow_tier=True)"
+            self.overlap = OverlappedAveraging(self.averager, tier, config)
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
             anchors = self.averager.outer.anchors
@@ -135,9 +122,97 @@ class Rounds(RoundCounter):
                 Samples that this rank trained on in the step, for `group_weights="samples"`.
 
         Returns:
-            [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`.
+            [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`. With `overlap_steps` those of the last
+            round, where its outcome was taken in.
         """
-        return self.close().metrics if self.count_step(loss, tokens, samples) else None
+        if self.count_step(loss, tokens, samples) and self.needs_border:
+            return self.close().metrics
+        border = self.advance()
+        return None if border is None else border.metrics
+
+    @property
+    def needs_border(self) -> bool:
+        """
+        Whether the round that is over has to be closed: without `overlap_steps` always, with it where steps are synchronous or
+        become so, and where any rank asks for it. The same on all ranks.
+        """
+        if self.overlap is None or self.synchronous or self.course.turns_synchronous:
+            return True
+        return self.overlap.wants_border
+
+    def advance(
+        self, votes: Mapping[str, bool] | None = None, sums: Mapping[str, float] | None = None
+    ) -> Border | None:
+        """
+        With `overlap_steps`, to be called after each step after which the round is not closed: takes in what is due, and
+        starts to average what is due. At the end of a round the next one begins. Does nothing without.
+
+        Args:
+            votes (`Mapping[str, bool]`, *optional*):
+                Requests of this rank, under the same names on all ranks. They ride on what is started; if any rank has one, the
+                next round ends with a border.
+            sums (`Mapping[str, float]`, *optional*):
+                Where the round is over: numbers of this rank to be summed over all ranks.
+
+        Returns:
+            [`Border`] or `None`: What an earlier round came to, where its outcome was taken in.
+        """
+        overlap, border = self.overlap, None
+        if overlap is None or self.synchronous:
+            return None
+        while overlap.is_due(self.course.num_steps):
+            border = self._take_in() or border
+        fragment = overlap.fragment_due(self.steps, self.course.period)
+        if fragment is not None:
+            ends_round = self.is_due
+            besides = self.course.slow_bytes(0) if ends_round else 0
+            overlap.start(fragment, self._span(), votes or {}, (sums or {}) if ends_round else {}, besides)
+            if ends_round:
+                if self.config.sync_every != "drift":  # else when the drift is known
+                    self.course.end(MeasuredRound(self.steps, 0.0, 0.0, 0.0), agreed=True)
+                self._next_round()
+        return border
+
+    def _span(self) -> Span:
+        return Span(
+            round=self.round + 1,
+            steps=self.steps,
+            steps_behind=self.course.num_steps,
+            tally=self._tally,
+            updates=self._num_updates(),
+            period=None if isinstance(self.config.sync_every, int) else self.course.period,
+        )
+
+    def _take_in(self, untouched: bool = False) -> Border | None:
+        """Waits for the averaging that was started first, and gives the model its outcome."""
+        assert self.overlap is not None
+        started = time.perf_counter()
+        landed = self.overlap.land(untouched)
+        self._tally.taken_in_seconds += time.perf_counter() - started
+        if landed is None:
+            return None
+        border, drift = landed
+        if self.config.sync_every == "drift":
+            self.course.end(MeasuredRound(border.metrics.steps, 0.0, 0.0, drift), agreed=True)
+        return border
+
+    def _drain(self) -> tuple[list[Border], bool]:
+        """
+        Takes in all that is in flight, in the order in which it was started, which is the same on all ranks.
+
+        Returns:
+            `tuple[list[Border], bool]`: What rounds came to by it, and whether all groups hold one model then.
+        """
+        overlap = self.overlap
+        if overlap is None:
+            return [], False
+        untouched = self.steps == 0 and self.num_optimizer_steps == 0 and len(overlap.fragments) == 1
+        is_border = untouched and overlap.in_flight
+        borders = []
+        while overlap.in_flight:
+            borders.append(self._take_in(untouched))
+        overlap.begin_anew()
+        return [border for border in borders if border is not None], is_border
 
     def finish(self) -> RoundMetrics | None:
         """
@@ -157,6 +232,8 @@ class Rounds(RoundCounter):
         """
         guard.detach(self)
         self.course.release()
+        if self.overlap is not None:
+            self.overlap.abandon()
         for undo in self._when_finished:
             undo()
         self._when_finished.clear()
@@ -175,7 +252,8 @@ class Rounds(RoundCounter):
         """
         Closes the round: every group's parameters become their average. Collective over the world.
 
-        Order on every rank: the small exchange of metrics and votes; one of weights if a function gives them, then those of
+        Order on every rank: what is in flight, see [`OverlappedAveraging`], so that no other thread uses the slow tier; the
+        small exchange of metrics and votes; one of weights if a function gives them, then those of
         [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase needs. What is
         done depends only on values that all ranks have exchanged, so they stay together.
 
@@ -199,29 +277,26 @@ class Rounds(RoundCounter):
         votes, sums = dict(votes or {}), dict(sums or {})
         if self.mesh.layout.num_groups == 1:
             return self._close_alone(votes, sums)
+        earlier, is_border = self._drain()
+        if is_border:
+            # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
+            return self._border_as_it_is(earlier.pop(), votes, sums)
         held = self.averager.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size
         bytes_sent = self.course.slow_bytes(held.slow_bytes("parameters") + held.slow_bytes("adapters"))
-        row = make_row(
-            held,
-            self._tally,
-            self.steps,
-            self._num_updates(),
-            self._tally.seconds() - waited,
-            bytes_sent,
-            group_size,
-        )
+        seconds = self._tally.own_seconds()
+        row = make_row(held, self._tally, self.steps, self._num_updates(), seconds, bytes_sent, group_size)
         row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
         row.update({f"sum/{name}": value for name, value in sums.items()})
-        rows, wait_seconds = exchange_rows(row, self.mesh)
+        rows, wait_seconds = exchange_rows(row, self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
         outcome = self._average(held, rows)
         metrics = make_metrics(
             rows,
-            self.mesh,
+            self.peers,
             outcome,
             round=self.round + 1,
             steps=self.steps,
@@ -241,14 +316,28 @@ class Rounds(RoundCounter):
             metrics,
             {name: any(rows[f"vote/{name}"]) for name in votes},
             {name: sum(rows[f"sum/{name}"]) for name in sums},
+            tuple(earlier),
+        )
+
+    def _border_as_it_is(self, border: Border, votes: Mapping[str, bool], sums: Mapping[str, float]) -> Border:
+        """A border whose averaging was in flight; what is asked for now was not. Collective over the world if anything is."""
+        values = {**{f"vote/{name}": float(cast) for name, cast in votes.items()}, **sums}
+        rows = exchange_rows(values, self.peers)[0] if values else {}
+        return Border(
+            border.metrics,
+            {name: any(rows[f"vote/{name}"]) for name in votes},
+            {name: sum(rows[name]) for name in sums},
+            (border,),
         )
 
     def _average(self, held: Held, rows: Rows) -> Outcome:
         if self.course.holds_one_model(held.shards):
             return self.averager.take_as_it_is(held)
         excluded = left_out(rows)
-        weights = group_weights(self.config.group_weights, rows, excluded, self.mesh)
-        with_moments = moments_agree(rows, self.mesh, self.round + 1)
+        # Without a step since fragments were averaged there is nothing to weigh by.
+        rule = self.config.group_weights if self.steps or self.overlap is None else "uniform"
+        weights = group_weights(rule, rows, excluded, self.peers)
+        with_moments = moments_agree(rows, self.peers, self.round + 1)
         return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:

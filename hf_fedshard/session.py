@@ -17,7 +17,8 @@ from .manifest import CheckpointError
 from .mesh import FederationMesh
 from .metrics import RoundMetrics, exchange_rows
 from .preemption import TrainingPreempted
-from .rounds import Rounds
+from .rounds import Border, Rounds
+from .scheduled import ScheduledRequests
 from .seams import check_attribute
 from .trainer_preemption import TrainerPreemption, epoch_is_whole
 from .weights import count_batch
@@ -91,6 +92,9 @@ class TrainingSession:
         self._losses_before: torch.Tensor | None = None
         self._tokens_seen_before = trainer.state.num_input_tokens_seen
         self._pending_flags: set[str] = set()
+        self._scheduled = ScheduledRequests(trainer)
+        # Of rounds whose averaging is in flight: what this rank took their tokens for.
+        self._estimates: list[int] = []
         self._pending_logs: dict[str, float] = {}
         self.last_round: RoundMetrics | None = None
         self._alone_at_epoch_end = False
@@ -182,6 +186,7 @@ class TrainingSession:
             control (`TrainerControl`):
                 What the event came with; requests in it are held back inside a round.
         """
+        self._scheduled.note(event, state)
         if event == "on_epoch_begin":
             self.epoch += 1
             self._epoch_is_empty = True
@@ -318,9 +323,11 @@ class TrainingSession:
             self._share(control, FLAGS)
             return
         self._hold_back(control)
-        if self._steps_left <= 0:
+        if self._steps_left <= 0 and self._needs_border(state):
             # With pre-emption, all groups have said one step ago that they would come.
             self._close(state, control)
+        elif self.rounds.overlap is not None and not self.rounds.synchronous:
+            self._advance(state)
         elif self.preemption is None:
             return
         elif self.rounds.synchronous:
@@ -412,31 +419,75 @@ class TrainingSession:
                 self._pending_flags.add(flag)
                 setattr(control, flag, False)
 
-    def _close(self, state: TrainerState, control: TrainerControl) -> None:
-        """The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log."""
+    def _needs_border(self, state: TrainerState) -> bool:
+        """
+        Whether the round that is over ends with one model. With `overlap_steps` only where somebody needs it; the same on all
+        ranks, since schedules are, and requests of other callbacks have come with the last averaging.
+        """
+        return self.rounds.needs_border or self._scheduled.pending or self._scheduled.is_over(state)
+
+    def _advance(self, state: TrainerState) -> None:
+        """With `overlap_steps`, after a step that makes no border: takes in and starts what is due."""
+        rounds, sums = self.rounds, {}
+        if rounds.is_due:
+            self._hand_over_losses()
+            self._losses_before = self._train_losses()
+            sums = {"tokens_seen": self._take_tokens(state)}
+        votes = {flag: flag in self._pending_flags for flag in FLAGS}
+        border = rounds.advance(votes, sums)
+        if border is not None:
+            self._note_tokens(border, state)
+            self._note_round(border, logs_follow=False)
+
+    def _hand_over_losses(self) -> None:
         rounds = self.rounds
         if self._losses_before is not None and rounds.steps:
             rounds.add_loss(self._train_losses() - self._losses_before, num_losses=rounds.steps)
-        # Inside a round Trainer counts as if all groups saw as many tokens as this one; the true sum is due now.
-        seen = (state.num_input_tokens_seen - self._tokens_seen_before) / self.mesh.layout.world_size
+
+    def _take_tokens(self, state: TrainerState) -> float:
+        """Inside a round Trainer counts as if all groups saw as many tokens as this one; the true sum is due at its end."""
+        estimate = state.num_input_tokens_seen - self._tokens_seen_before
+        self._estimates.append(estimate)
+        self._tokens_seen_before += estimate
+        return estimate / self.mesh.layout.world_size
+
+    def _note_tokens(self, border: Border, state: TrainerState) -> None:
+        correction = round(border.sums["tokens_seen"]) - self._estimates.pop(0)
+        self._tokens_seen_before += correction
+        state.num_input_tokens_seen += correction
+
+    def _close(self, state: TrainerState, control: TrainerControl) -> None:
+        """The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log."""
+        rounds = self.rounds
+        self._hand_over_losses()
         votes = {flag: flag in self._pending_flags for flag in FLAGS} | self._asked_to_end()
-        border = rounds.close(votes, {"tokens_seen": seen})
-        self._tokens_seen_before += round(border.sums["tokens_seen"])
-        state.num_input_tokens_seen = self._tokens_seen_before
+        border = rounds.close(votes, {"tokens_seen": self._take_tokens(state)})
+        for earlier in border.earlier:
+            self._note_tokens(earlier, state)
+        self._note_tokens(border, state)
         self._losses_before = None
         self._pending_flags.clear()
+        self._scheduled.pending = False
         self.in_round = False
         self._at_border = True
         for flag in FLAGS:
             if border.votes[flag]:
                 setattr(control, flag, True)
         self._end_if_asked(control, border.votes.get(TO_END, False))
+        for earlier in border.earlier:
+            self._note_round(earlier, logs_follow=False)
+        if border.metrics not in [earlier.metrics for earlier in border.earlier]:
+            # One line a round: Trainer's own where it is due, else one for the metrics.
+            follows = control.should_log and state.global_step > self.trainer._globalstep_last_logged
+            self._note_round(border, logs_follow=follows)
+
+    def _note_round(self, border: Border, logs_follow: bool) -> None:
+        """Hands the metrics of a round to the log."""
         self.last_round = border.metrics
         every = self.config.log_every_rounds
         if every and border.metrics.round % every == 0:
             self._pending_logs = border.metrics.as_logs()
-            # One line a round: Trainer's own where it is due, else one for the metrics.
-            if not (control.should_log and state.global_step > self.trainer._globalstep_last_logged):
+            if not logs_follow:
                 # Not a subclass's `log`: those of TRL add what they have collected since Trainer's own last line.
                 Trainer.log(self.trainer, self.take_pending_logs())
 
