@@ -41,6 +41,10 @@ class ScheduledRequests:
             return
         control: Any = TrainerControl()
         getattr(self._flow, event)(self.trainer.args, state, control)
+        if event == "on_step_end" and float(state.epoch or 0).is_integer():
+            # The epoch ends with this step, and what is asked for then is known: a round that ends here as well need not be
+            # followed by another one first.
+            self._flow.on_epoch_end(self.trainer.args, state, control)
         self.pending |= bool(control.should_log or control.should_evaluate or control.should_save)
 
     def is_over(self, state: TrainerState) -> bool:

@@ -186,7 +186,8 @@ class TrainingSession:
             control (`TrainerControl`):
                 What the event came with; requests in it are held back inside a round.
         """
-        self._scheduled.note(event, state)
+        if not self._at_border:  # else the request is met at once
+            self._scheduled.note(event, state)
         if event == "on_epoch_begin":
             self.epoch += 1
             self._epoch_is_empty = True
