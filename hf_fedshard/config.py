@@ -107,8 +107,8 @@ class FederationConfig:
             Strength of FedProx's pull towards the model at the last border.
         overlap_steps (`int`, defaults to `0`):
             Optimizer steps that are made while an averaging is in flight: it starts at the end of a round, with a snapshot,
-            and its outcome is taken in so many steps later, with what each group has trained meanwhile. With `0` the steps
-            wait for it. See `docs/overlap.md`.
+            and its outcome is taken in so many steps later, with what each group has trained meanwhile; at most one period.
+            With `0` the steps wait for it. See `docs/overlap.md`.
         overlap_alpha (`float`, defaults to `0.0`):
             With `overlap_steps`: the share of its own model that a group keeps when it takes an outcome in (the alpha of
             Streaming DiLoCo, arXiv 2501.18512). `0` takes the whole of it.

@@ -41,10 +41,12 @@ def check_overlap(config: FederationConfig) -> None:
                 )
         return
     shortest = _shortest_period(config)
-    if steps >= shortest:
+    # A period that is measured changes when an outcome arrives, which must not be the step at which the round may end.
+    longest = shortest - 1 if config.sync_every == "drift" else shortest
+    if steps > longest:
         raise ValueError(
-            f"overlap_steps={steps} must be below the shortest period, which is {shortest} ({_where(config)}): the outcome of "
-            "an averaging is taken in before the next one starts. Make it smaller, or the period longer."
+            f"overlap_steps={steps} must be {longest} or less with a shortest period of {shortest} ({_where(config)}): the "
+            "outcome of an averaging is taken in before the next one starts. Make it smaller, or the period longer."
         )
     if fragments > shortest:
         raise ValueError(

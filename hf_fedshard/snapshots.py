@@ -89,7 +89,8 @@ class Snapshots:
         everything = averager.averaged_shards()
         held = {name: shard for name, shard in everything.items() if names is None or name in names}
         target = self._storage(fragment, held)
-        torch._foreach_copy_(list(target.values()), list(held.values()), non_blocking=True)
+        if held:
+            torch._foreach_copy_(list(target.values()), list(held.values()), non_blocking=True)
         buffers = persistent_buffers(averager.model) if with_buffers else {}
         besides = averager.checked_besides(everything, buffers) if with_buffers else []
         return Snapshot(
@@ -154,9 +155,9 @@ class Snapshots:
         devices = {name: shards[name].device for name in held.means}
         means = {name: mean.to(devices[name], non_blocking=True) for name, mean in held.means.items()}
         settle(Held(means, means, {}, {}, held.plans, held.finite, held.problems, held.copies))
-        if replace:
+        if replace and own:
             torch._foreach_copy_(own, list(means.values()))
-        else:
+        elif own:
             distance = [part.to(devices[name], non_blocking=True) for name, part in snapshot.shards.items()]
             if not is_plain:
                 # In the place of the averages, which are the new model by now.

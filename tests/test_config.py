@@ -41,11 +41,18 @@ OTHERS = {
     "local_parameters": ("lm_head.*", "lm_head.*"),
     "lora_average": ("freeze_a", "freeze_a"),
     "proximal_mu": (0.01, "0.01"),
+    "overlap_steps": (2, "2"),
+    "overlap_alpha": (0.25, "0.25"),
+    "num_fragments": (3, "3"),
+    "slow_backend": ("gloo", "gloo"),
 }
 # What makes a setting valid that depends on another one.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "outer_options": {"outer_optimizer": "fedavgm"},
     "outer_schedule": {"outer_schedule_rounds": 5},
+    "overlap_steps": {"sync_every": 4096},
+    "overlap_alpha": {"overlap_steps": 1},
+    "num_fragments": {"overlap_steps": 1, "sync_every": 4096},
 }
 LAUNCH_PREFIXES = (environment.PREFIX, "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -85,6 +92,10 @@ def test_defaults() -> None:
         "local_parameters": "",
         "lora_average": "factors",
         "proximal_mu": 0.0,
+        "overlap_steps": 0,
+        "overlap_alpha": 0.0,
+        "num_fragments": 1,
+        "slow_backend": None,
     }
     # Of use with one value of another field only.
     assert {item.name for item in dataclasses.fields(FederationConfig)} == {*OTHERS, "max_drift"}

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], Collection[int], dict[str, Any]]] = {
     "one step": ({"sync_every": 3, "overlap_steps": 1}, (), {"periods": [3], "delay": 1}),
     "two steps": ({"sync_every": 3, "overlap_steps": 2}, (6,), {"periods": [3], "delay": 2}),
     "inside": ({"sync_every": 4, "overlap_steps": 2}, (5, 9), {"periods": [4], "delay": 2}),
+    "a whole period": ({"sync_every": 3, "overlap_steps": 3}, (7,), {"periods": [3], "delay": 3}),
     "alpha": (
         {"sync_every": 4, "overlap_steps": 1, "overlap_alpha": 0.5},
         (9,),
@@ -48,9 +49,9 @@ CASES: dict[str, tuple[dict[str, Any], Collection[int], dict[str, Any]]] = {
         {"periods": [4], "delay": 1, "fragments": 2},
     ),
     "several in flight": (
-        {"sync_every": 5, "overlap_steps": 4, "num_fragments": 3},
-        (5, 7),
-        {"periods": [5], "delay": 4, "fragments": 3},
+        {"sync_every": 4, "overlap_steps": 4, "num_fragments": 3},
+        (4, 7),
+        {"periods": [4], "delay": 4, "fragments": 3},
     ),
     "fragments with all": (
         {

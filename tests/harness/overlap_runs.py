@@ -62,11 +62,11 @@ def draws(rank: int, num_ranks: int, num_steps: int = NUM_STEPS) -> list[Batch]:
     return [collate(samples[step * size : (step + 1) * size]) for step in range(num_steps)]
 
 
-def make_mesh(with_slow_tier: bool = True, slow_backend: str | None = None) -> FederationMesh:
+def make_mesh(with_slow_tier: bool = True, slow_backend: str | None = None, device: str = "cpu") -> FederationMesh:
     """Of 4 ranks FL+FSDP, of 8 ranks FL+HSDP."""
     replicas = dist.get_world_size() // 4
     layout = FederationLayout(NUM_GROUPS, replicas, {"dp_shard": 2})
-    mesh = build_federation_mesh("cpu", layout, with_slow_tier, slow_backend)
+    mesh = build_federation_mesh(device, layout, with_slow_tier, slow_backend)
     guard.watch(mesh)
     return mesh
 
@@ -83,21 +83,27 @@ class OverlapRun:
         **settings: Any,
     ) -> None:
         self.mesh = mesh
-        self.model = fully_shard(model or block_net(dtype), mesh=mesh.fsdp)
+        device = mesh.device
+        self.model = fully_shard((model or block_net(dtype)).to(device), mesh=mesh.fsdp)
         self.optimizer = optimizer(self.model.parameters())
         config = FederationConfig(NUM_GROUPS, **{"bucket_size_bytes": 1024, **settings})
         self.rounds = Rounds(self.model, mesh, config, [self.optimizer], num_training_steps=NUM_STEPS)
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
         size = num_ranks // NUM_GROUPS
         members = [draws(member, num_ranks) for member in range(rank // size * size, (rank // size + 1) * size)]
-        self.batches = members[rank % size]
+        own = members[rank % size]
+        self.batches = [{name: value.to(device) for name, value in batch.items()} for batch in own]
         self.items = [sum(num_samples(batch) for batch in batches) for batches in zip(*members, strict=True)]
+        everyone = [draws(member, num_ranks) for member in range(num_ranks)]
+        self.all_items = [sum(num_samples(batch) for batch in batches) for batches in zip(*everyone, strict=True)]
         self.size = size
 
     def train(self, step: int) -> torch.Tensor:
         """One step, not counted."""
         batch = self.batches[step]
-        loss = sum_over(self.model, batch, self.items[step])
+        # Gradients of synchronous steps are averaged over the groups: together they are those of one batch.
+        items = self.all_items[step] / NUM_GROUPS if self.rounds.synchronous else self.items[step]
+        loss = sum_over(self.model, batch, items)
         (loss * self.size).backward()  # FSDP2 takes the mean over the ranks of the group
         self.optimizer.step()
         self.optimizer.zero_grad()
