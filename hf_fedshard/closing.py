@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .averaging import Outcome
 from .handshake import FederationMismatchError
 from .held import Held
 from .mesh import Peers
 from .metrics import RoundMetrics, Tally, ratios
+from .outcome import Outcome
 
 
 logger = logging.getLogger(__name__)

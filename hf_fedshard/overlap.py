@@ -17,99 +17,24 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 
-from .averaging import Exchanged, ModelAverager, Outcome
-from .closing import Border, Rows, check_rows, left_out, make_metrics, make_row
+from .averaging import ModelAverager
+from .closing import Border, check_rows, left_out, make_metrics, make_row
 from .collectives import broadcast
 from .config import FederationConfig
+from .flights import Flight, Landed, RoundSums, Span
 from .fragments import divide, starts, trained_sizes
 from .held import Held
 from .metrics import RoundMetrics, Tally, exchange_rows
+from .outcome import Outcome
 from .slow_tier import SlowTier
 from .snapshots import Snapshot, Snapshots, note_distance
 from .weights import group_weights
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Span:
-    """
-    What a rank has counted when an exchange starts.
-
-    Args:
-        round (`int`):
-            Number of the round, counted from 1.
-        steps (`int`):
-            Optimizer steps since it began.
-        steps_behind (`int`):
-            Those of the whole run.
-        tally ([`Tally`]):
-            Of the round so far.
-        updates (`float`):
-            Steps that an optimizer made.
-        period (`int`, *optional*):
-            For the metrics: the period of the round, where it is no fixed one.
-    """
-
-    round: int
-    steps: int
-    steps_behind: int
-    tally: Tally
-    updates: float
-    period: int | None
-
-
-@dataclass(frozen=True)
-class _Landed:
-    """What the thread of the slow tier hands back."""
-
-    rows: Rows
-    held: Held
-    found: Exchanged
-    excluded: tuple[int, ...]
-    drift: float
-    seconds: float
-
-
-@dataclass
-class _Flight:
-    """An exchange that was started and whose outcome is not in the model yet."""
-
-    fragment: int
-    span: Span
-    due: int
-    snapshot: Snapshot
-    started_seconds: float
-    seconds: float
-    votes: tuple[str, ...]
-    sums: tuple[str, ...]
-    future: Future[_Landed]
-
-
-@dataclass
-class _Course:
-    """What the fragments of a round have come to so far."""
-
-    sync_seconds: float = 0.0
-    overlapped_seconds: float = 0.0
-    bytes_sent: int = 0
-    squared_drift: float = 0.0
-    squared_norm: float = 0.0
-    squared_gradient: float = 0.0
-
-    def add(self, flight: _Flight, landed: _Landed, group: int, sync_seconds: float) -> None:
-        self.sync_seconds += sync_seconds
-        self.overlapped_seconds += landed.seconds
-        self.bytes_sent += int(landed.rows["slow_bytes"][group])
-        self.squared_drift += landed.found.squared_drift
-        self.squared_norm += landed.found.squared_norm
-        self.squared_gradient += landed.found.pseudo_gradient_norm**2
 
 
 class OverlappedAveraging:
@@ -139,8 +64,8 @@ class OverlappedAveraging:
         self.wants_border = False
         """Whether the next round has to end with one model, since a rank asks for it or a group has fallen out."""
         self._snapshots = Snapshots(averager)
-        self._flights: deque[_Flight] = deque()
-        self._course = _Course()
+        self._flights: deque[Flight] = deque()
+        self._sums = RoundSums()
         self._before = (0.0, 0.0, 0.0, 0.0)
         self._counted: dict[int, tuple[float, ...]] = {}
         self._failure: BaseException | None = None
@@ -205,7 +130,7 @@ class OverlappedAveraging:
         more |= {f"sum/{name}": value for name, value in sums.items()}
         bytes_sent = snapshot.plan.slow_bytes() + bytes_besides
 
-        def exchange() -> _Landed:
+        def exchange() -> Landed:
             try:
                 self.raise_failure()  # the peers have failed too, or are about to
                 return self._exchange(
@@ -216,7 +141,7 @@ class OverlappedAveraging:
                 raise
 
         future = self.tier.worker.submit(exchange)
-        flight = _Flight(
+        flight = Flight(
             fragment=fragment,
             span=span,
             due=span.steps_behind + self.config.overlap_steps,
@@ -231,7 +156,7 @@ class OverlappedAveraging:
 
     def _exchange(
         self, snapshot: Snapshot, span: Span, seconds: float, bytes_sent: int, more: Mapping[str, float]
-    ) -> _Landed:
+    ) -> Landed:
         """
         In the thread of the slow tier, collective over the world. Order on every rank: the rows, so that a group that has
         fallen out is known; weights, if a function gives them; what [`ModelAverager.exchange`] does; rank 0's drift, where
@@ -263,7 +188,7 @@ class OverlappedAveraging:
         if tier.device.type != "cpu":
             # The other thread then needs no more than this one's word for it.
             torch.accelerator.current_stream().synchronize()
-        return _Landed(rows, held, found, excluded, drift, time.perf_counter() - started)
+        return Landed(rows, held, found, excluded, drift, time.perf_counter() - started)
 
     def is_due(self, steps_behind: int) -> bool:
         """
@@ -307,18 +232,18 @@ class OverlappedAveraging:
             # Its other fragments are not finite either, and would spoil this one in the next step.
             self.wants_border = True
         sync_seconds = flight.started_seconds + time.perf_counter() - started
-        self._course.add(flight, landed, self.tier.group_index, sync_seconds)
+        self._sums.add(flight, landed, self.tier.group_index, sync_seconds)
         if not last:
             return None
-        course, self._course = self._course, _Course()
+        sums, self._sums = self._sums, RoundSums()
         border = Border(
-            self._metrics(flight, landed, outcome[0], course),
+            self._metrics(flight, landed, outcome[0], sums),
             {name: any(landed.rows[f"vote/{name}"]) for name in flight.votes},
             {name: sum(landed.rows[f"sum/{name}"]) for name in flight.sums},
         )
         return border, landed.drift
 
-    def _metrics(self, flight: _Flight, landed: _Landed, outcome: Outcome, course: _Course) -> RoundMetrics:
+    def _metrics(self, flight: Flight, landed: Landed, outcome: Outcome, sums: RoundSums) -> RoundMetrics:
         metrics = make_metrics(
             landed.rows,
             self.tier,
@@ -327,16 +252,16 @@ class OverlappedAveraging:
             steps=flight.span.steps,
             seconds=flight.seconds,
             wait_seconds=0.0,
-            sync_seconds=course.sync_seconds,
+            sync_seconds=sums.sync_seconds,
             period=flight.span.period,
             synchronous=False,
         )
-        drift = (course.squared_drift / course.squared_norm) ** 0.5 if course.squared_norm > 0 else 0.0
-        norm = None if metrics.pseudo_gradient_norm is None else course.squared_gradient**0.5
+        drift = (sums.squared_drift / sums.squared_norm) ** 0.5 if sums.squared_norm > 0 else 0.0
+        norm = None if metrics.pseudo_gradient_norm is None else sums.squared_gradient**0.5
         return dataclasses.replace(
             metrics,
-            overlapped_seconds=course.overlapped_seconds,
-            bytes_sent=course.bytes_sent,
+            overlapped_seconds=sums.overlapped_seconds,
+            bytes_sent=sums.bytes_sent,
             drift=drift,
             pseudo_gradient_norm=norm,
         )
@@ -361,7 +286,7 @@ class OverlappedAveraging:
         """Told of a border with nothing in flight: all fragments begin with it."""
         assert not self._flights
         self.wants_border = False
-        self._course = _Course()
+        self._sums = RoundSums()
         self._before = (0.0, 0.0, 0.0, 0.0)
         self._counted.clear()
 
