@@ -17,9 +17,10 @@ from .manifest import CheckpointError
 from .mesh import FederationMesh
 from .metrics import RoundMetrics, exchange_rows
 from .preemption import TrainingPreempted
-from .rounds import Border, Rounds
+from .rounds import Rounds
 from .scheduled import ScheduledRequests
 from .seams import check_attribute
+from .session_reports import RoundReports
 from .trainer_preemption import TrainerPreemption, epoch_is_whole
 from .weights import count_batch
 
@@ -89,14 +90,9 @@ class TrainingSession:
         inner = mesh.layout.inner
         self._num_copies = inner.get("tp", 1) * inner.get("cp", 1)
         self._counted = trainer.state.global_step
-        self._losses_before: torch.Tensor | None = None
-        self._tokens_seen_before = trainer.state.num_input_tokens_seen
+        self._reports = RoundReports(trainer, mesh.layout.world_size, config.log_every_rounds)
         self._pending_flags: set[str] = set()
         self._scheduled = ScheduledRequests(trainer)
-        # Of rounds whose averaging is in flight: what this rank took their tokens for.
-        self._estimates: list[int] = []
-        self._pending_logs: dict[str, float] = {}
-        self.last_round: RoundMetrics | None = None
         self._alone_at_epoch_end = False
         self._epoch_has_ended = False
         # Until the step that was begun there is counted, weights and counters may be one apart.
@@ -113,8 +109,7 @@ class TrainingSession:
         return {
             "rounds": self.rounds.state_inside(),
             "pending_flags": sorted(self._pending_flags),
-            "losses_before": self._losses_before,
-            "tokens_seen_before": self._tokens_seen_before,
+            **self._reports.state_inside(),
             "trainer": {name: getattr(self.trainer, name) for name in TRAINER_COUNTERS},
         }
 
@@ -130,8 +125,7 @@ class TrainingSession:
             )
         together("Resuming", error)
         self._pending_flags = set(state["pending_flags"])
-        self._losses_before = state["losses_before"]
-        self._tokens_seen_before = state["tokens_seen_before"]
+        self._reports.restore_inside(state)
         for name, value in state["trainer"].items():
             held = getattr(trainer, name)
             setattr(trainer, name, value.to(held.device) if isinstance(held, torch.Tensor) else value)
@@ -238,10 +232,14 @@ class TrainingSession:
             self._samples += samples / self._num_copies
             self._labels += (labels or 0) / self._num_copies
 
+    @property
+    def last_round(self) -> RoundMetrics | None:
+        """Metrics of the last round; `None` before its first border."""
+        return self._reports.last_round
+
     def take_pending_logs(self) -> dict[str, float]:
         """The metrics of the last round that have not been logged, once."""
-        logs, self._pending_logs = self._pending_logs, {}
-        return logs
+        return self._reports.take_pending_logs()
 
     @contextlib.contextmanager
     def border_on_demand(self) -> Iterator[None]:
@@ -278,9 +276,9 @@ class TrainingSession:
             yield
         finally:
             self.in_round = inside
-            if inside and self._losses_before is None:
+            if inside:
                 # The step that was interrupted belongs to the next round.
-                self._losses_before = self._train_losses()
+                self._reports.begin_losses()
 
     def _warn_of_few_borders(self) -> None:
         config, max_steps = self.config, self.trainer.state.max_steps
@@ -312,8 +310,7 @@ class TrainingSession:
             self._still_to_arrive = False
             self._wait_for_border(untouched=True)
         self.rounds.begin_step()
-        if self._losses_before is None:
-            self._losses_before = self._train_losses()
+        self._reports.begin_losses()
 
     def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
         self._count_steps(state)
@@ -431,42 +428,23 @@ class TrainingSession:
         """With `overlap_steps`, after a step that makes no border: takes in and starts what is due."""
         rounds, sums = self.rounds, {}
         if rounds.is_due:
-            self._hand_over_losses()
-            self._losses_before = self._train_losses()
-            sums = {"tokens_seen": self._take_tokens(state)}
+            self._reports.end_losses(rounds)
+            self._reports.begin_losses()
+            sums = {"tokens_seen": self._reports.take_tokens(state)}
         votes = {flag: flag in self._pending_flags for flag in FLAGS}
         border = rounds.advance(votes, sums)
         if border is not None:
-            self._note_tokens(border, state)
-            self._note_round(border, logs_follow=False)
-
-    def _hand_over_losses(self) -> None:
-        rounds = self.rounds
-        if self._losses_before is not None and rounds.steps:
-            rounds.add_loss(self._train_losses() - self._losses_before, num_losses=rounds.steps)
-
-    def _take_tokens(self, state: TrainerState) -> float:
-        """Inside a round Trainer counts as if all groups saw as many tokens as this one; the true sum is due at its end."""
-        estimate = state.num_input_tokens_seen - self._tokens_seen_before
-        self._estimates.append(estimate)
-        self._tokens_seen_before += estimate
-        return estimate / self.mesh.layout.world_size
-
-    def _note_tokens(self, border: Border, state: TrainerState) -> None:
-        correction = round(border.sums["tokens_seen"]) - self._estimates.pop(0)
-        self._tokens_seen_before += correction
-        state.num_input_tokens_seen += correction
+            self._reports.note_tokens(border, state)
+            self._reports.note_round(border)
 
     def _close(self, state: TrainerState, control: TrainerControl) -> None:
         """The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log."""
-        rounds = self.rounds
-        self._hand_over_losses()
+        reports = self._reports
+        reports.end_losses(self.rounds)
         votes = {flag: flag in self._pending_flags for flag in FLAGS} | self._asked_to_end()
-        border = rounds.close(votes, {"tokens_seen": self._take_tokens(state)})
-        for earlier in border.earlier:
-            self._note_tokens(earlier, state)
-        self._note_tokens(border, state)
-        self._losses_before = None
+        border = self.rounds.close(votes, {"tokens_seen": reports.take_tokens(state)})
+        for each in (*border.earlier, border):
+            reports.note_tokens(each, state)
         self._pending_flags.clear()
         self._scheduled.pending = False
         self.in_round = False
@@ -476,22 +454,8 @@ class TrainingSession:
                 setattr(control, flag, True)
         self._end_if_asked(control, border.votes.get(TO_END, False))
         for earlier in border.earlier:
-            self._note_round(earlier, logs_follow=False)
+            reports.note_round(earlier)
         if border.metrics not in [earlier.metrics for earlier in border.earlier]:
             # One line a round: Trainer's own where it is due, else one for the metrics.
             follows = control.should_log and state.global_step > self.trainer._globalstep_last_logged
-            self._note_round(border, logs_follow=follows)
-
-    def _note_round(self, border: Border, logs_follow: bool) -> None:
-        """Hands the metrics of a round to the log."""
-        self.last_round = border.metrics
-        every = self.config.log_every_rounds
-        if every and border.metrics.round % every == 0:
-            self._pending_logs = border.metrics.as_logs()
-            if not logs_follow:
-                # Not a subclass's `log`: those of TRL add what they have collected since Trainer's own last line.
-                Trainer.log(self.trainer, self.take_pending_logs())
-
-    def _train_losses(self) -> torch.Tensor:
-        """Sum of this rank's training losses since Trainer last logged, left on the device."""
-        return self.trainer._tr_loss.detach().clone()
+            reports.note_round(border, logs_follow=follows)

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], Collection[int], dict[str, Any]]] = {
     ),
     "several in flight": (
         {"sync_every": 4, "overlap_steps": 4, "num_fragments": 3},
-        (4, 7),
+        (5, 7),
         {"periods": [4], "delay": 4, "fragments": 3},
     ),
     "fragments with all": (
