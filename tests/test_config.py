@@ -246,6 +246,7 @@ def test_unknown_setting(make: Callable[..., Any]) -> None:
 
 def test_callback_and_plugin_take_every_setting() -> None:
     values = {name: value for name, (value, _) in OTHERS.items()}
+    values |= {"inner_moments": "reset", "num_fragments": 1}  # the others do not go with `overlap_steps`
     assert FedAvgCallback(**values).config == FederationConfig(**values)
     plugin = FederatedFSDPPlugin(**values, cpu_offload=True)
     assert plugin.federation_config == FederationConfig(**values)
