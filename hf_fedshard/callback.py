@@ -17,6 +17,7 @@ from .checkpoint import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .measured_periods import describe
+from .mesh import add_slow_tier
 from .metrics import RoundMetrics
 from .overlap import describe as describe_overlap
 from .parallelism import FederatedParallelismConfig
@@ -134,6 +135,9 @@ class FedAvgCallback(TrainerCallback):
         if isinstance(state.parallelism_config, FederatedParallelismConfig):
             # The user's own, or that of another callback whose Trainer shares Accelerate's state and has not trained.
             self._parallelism = state.parallelism_config
+            if self.config.overlap_steps or self.config.slow_backend:
+                # It may have been built for a callback that averages otherwise.
+                self._parallelism.federation = add_slow_tier(self._parallelism.mesh, self.config.slow_backend)
         else:
             self._parallelism = FederatedParallelismConfig(self.config, layout, base=state.parallelism_config)
             self._parallelism.stock = stock

@@ -193,7 +193,24 @@ def build_federation_mesh(
     else:
         group = root[tuple(group_axes)]._flatten("federation_group").get_group()
     mesh = FederationMesh(layout, root, fsdp, group)
-    if layout.num_groups == 1 or not (with_slow_tier or slow_backend):
+    return add_slow_tier(mesh, slow_backend) if with_slow_tier or slow_backend else mesh
+
+
+def add_slow_tier(mesh: FederationMesh, slow_backend: str | None = None) -> FederationMesh:
+    """
+    Gives averagings communicators of their own, if the mesh has none with this backend. Collective over the world.
+
+    Args:
+        mesh ([`FederationMesh`]):
+            The mesh. With one group there is nothing to average, and it stays as it is.
+        slow_backend (`str`, *optional*):
+            Their backend.
+
+    Returns:
+        [`FederationMesh`]: The mesh with them.
+    """
+    held = mesh.slow_tier
+    if mesh.layout.num_groups == 1 or (held is not None and held.backend == slow_backend):
         return mesh
-    slow_tier = SlowTier(layout, device_type, group, mesh.replicate, mesh.fed, slow_backend)
-    return dataclasses.replace(mesh, slow_tier=slow_tier)
+    tier = SlowTier(mesh.layout, mesh.root.device_type, mesh.group, mesh.replicate, mesh.fed, slow_backend)
+    return dataclasses.replace(mesh, slow_tier=tier)

@@ -120,6 +120,7 @@ class SlowTier:
 
     Attributes:
         group, replicate, fed (`ProcessGroup`): As the arguments, with communicators of its own.
+        backend (`str` or `None`): As the argument.
         worker ([`SlowTierWorker`]): Runs what is averaged beside the steps.
     """
 
@@ -133,6 +134,7 @@ class SlowTier:
         backend: str | None = None,
     ) -> None:
         self.layout = layout
+        self.backend = backend
         self.device_type = "cpu" if backend == "gloo" else device_type
         if backend == "nccl" and device_type != "cuda":
             raise ValueError(
