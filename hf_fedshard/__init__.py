@@ -17,6 +17,7 @@ from . import environment
 
 if TYPE_CHECKING:
     from .callback import FedAvgCallback
+    from .closing import Border
     from .config import FederationConfig
     from .export import export_checkpoint
     from .group_data import GroupData, group_dataset
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .parallelism import FederatedParallelismConfig
     from .plugin import FederatedFSDPPlugin
     from .preemption import TrainingPreempted
-    from .rounds import Border, Rounds
+    from .rounds import Rounds
     from .seams import UpstreamChangedError
     from .simulation import Simulation
     from .splits import split_by_column, split_dirichlet
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "Border": "rounds",
+    "Border": "closing",
     "CheckpointError": "manifest",
     "FedAvgCallback": "callback",
     "FederatedFSDPPlugin": "plugin",

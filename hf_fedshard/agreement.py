@@ -12,6 +12,7 @@ from .config import FederationConfig
 from .group_data import GroupData, wrong_number
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, check_wrapping, layout_for, stated_sizes
+from .overlap_limits import refuse_preemption
 from .parallelism import FederatedParallelismConfig
 from .upstream_limits import check_upstream_limits
 from .versions import versions
@@ -51,6 +52,8 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
         _check_given_federation(state.parallelism_config, config)
         layout = layout_for(config, state.num_processes, stated_sizes(state.parallelism_config))
         check_synchronous_steps(config, layout, state.mixed_precision)
+        if trainer.args.enable_jit_checkpoint and layout.num_groups > 1:
+            refuse_preemption(config)
         data = trainer.train_dataset
         if isinstance(data, GroupData) and layout.num_groups not in (1, data.num_groups):
             raise ValueError(wrong_number(data, layout.num_groups))

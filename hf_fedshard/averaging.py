@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from .lossy_exchange import run_lossy_exchange
 from .mesh import Peers
 from .metrics import exchange_rows
 from .moments import moments_of, reset_moments
+from .outcome import Exchanged, Outcome
 from .outer import OuterLoop
 from .residuals import Residuals
 from .selection import Selection
@@ -28,34 +28,6 @@ from .shards import all_finite, local_shards, persistent_buffers, reshard, unman
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """
-    What an averaging came to, the same on all ranks. See [`RoundMetrics`].
-
-    Args:
-        drift (`float`):
-            Distance of the groups from their average.
-        weights (`tuple[float, ...]`):
-            How much each group counted; none where the model was taken as it is.
-        with_moments (`bool`, defaults to `False`):
-            Whether moments of the inner optimizers were averaged.
-        pseudo_gradient_norm (`float`, *optional*):
-            Norm of the anchor minus the average.
-        outer_learning_rate (`float`, *optional*):
-            Of the outer step.
-        lora_error (`float`, *optional*):
-            What the adapters could not hold.
-    """
-
-    drift: float
-    weights: tuple[float, ...] = ()
-    with_moments: bool = False
-    pseudo_gradient_norm: float | None = None
-    outer_learning_rate: float | None = None
-    lora_error: float | None = None
 
 
 class ModelAverager:
@@ -66,7 +38,7 @@ class ModelAverager:
         model (`nn.Module`):
             The prepared model.
         mesh ([`Peers`]):
-            The federation.
+            The federation, or its [`SlowTier`].
         config ([`FederationConfig`]):
             Its settings.
         optimizers (`Sequence[torch.optim.Optimizer]`):
@@ -91,7 +63,7 @@ class ModelAverager:
         self._plans: dict[str, tuple[object, ExchangePlan]] = {}
         self._adapters = product_pairs(model, self.selection) if config.lora_average == "product" else []
         # A constant such as a causal mask of -inf is no sign of trouble.
-        self._checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
+        self.checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
         self.restart()
 
     def restart(self, trained_before: Iterable[str] = ()) -> None:
@@ -106,7 +78,7 @@ class ModelAverager:
         self.note_trainable(trained_before)
         self.residuals.reset()
         if self.mesh.layout.num_groups > 1:
-            self.outer.restart(self._averaged_shards())
+            self.outer.restart(self.averaged_shards())
 
     @property
     def trained(self) -> list[str]:
@@ -140,18 +112,18 @@ class ModelAverager:
         """
         reshard(self.model)
         self.note_trainable()
-        shards = self._averaged_shards()
+        shards = self.averaged_shards()
         means = self.outer.means(shards)
         moments, problems = self._moments(shards)
-        problems += self._strays()
+        problems += self.strays()
         buffers = persistent_buffers(self.model)
         pairs = self._pairs(shards)
         paired = {name for pair in pairs for name in pair}
-        plans = self._parameter_plans({n: t for n, t in means.items() if n not in paired})
+        plans = self.parameter_plans({n: t for n, t in means.items() if n not in paired})
         if moments:
             # They have no anchor to be a difference to. bfloat16 has fp32's range: a second moment cannot vanish in it.
             wire_format = "fp32" if self.config.wire_format == "fp32" else "bf16"
-            plans["moments"] = self._plan("moments", moments, wire_format)
+            plans["moments"] = self.plan("moments", moments, wire_format)
         if pairs:
             groups = self.mesh.layout.num_groups
             tables = {
@@ -159,12 +131,9 @@ class ModelAverager:
                 for pair in pairs
                 for name in pair
             }
-            plans["adapters"] = self._plan("adapters", tables)
-        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
-        finite = all_finite(
-            [*shards.values(), *local, *moments.values(), *(buffers[name] for name in self._checked_buffers)]
-        )
-        return Held(shards, means, moments, buffers, plans, finite, problems)
+            plans["adapters"] = self.plan("adapters", tables)
+        finite = all_finite([*shards.values(), *moments.values(), *self.checked_besides(shards, buffers)])
+        return Held(shards, means, moments, buffers, plans, finite, problems, self.copies(shards))
 
     def average(
         self,
@@ -176,9 +145,8 @@ class ModelAverager:
     ) -> Outcome:
         """
         Replaces parameters and buffers by their average over the groups, and makes the outer step. Collective over the
-        world, in this order: the buckets of the parameters, adapters of which products are averaged, the
-        counters and the buckets of the moments, the buffers, and one small exchange of norms. What follows needs no communication: every rank steps its
-        shards.
+        world: [`~ModelAverager.exchange`]. What follows, [`~ModelAverager.settle`], needs no communication: every rank
+        steps its shards.
 
         Args:
             held ([`Held`]):
@@ -195,6 +163,33 @@ class ModelAverager:
         Returns:
             [`Outcome`]: What it came to.
         """
+        outcome = self.settle(held, self.exchange(held, weights, with_moments, step), excluded)
+        self._leave_out_frozen()
+        return outcome
+
+    def exchange(
+        self, held: Held, weights: Sequence[float], with_moments: bool = True, step: bool = True
+    ) -> Exchanged:
+        """
+        The collectives of an averaging. Touches what is held and neither model nor optimizers, so it may run in a thread
+        beside the training steps where that is a snapshot.
+
+        Collective over the world, in this order: the buckets of the parameters, adapters of which products are averaged, the
+        buckets of the moments, the buffers, and one small exchange of norms.
+
+        Args:
+            held ([`Held`]):
+                Written in place: `means` are the averages afterwards, or the pseudo-gradients.
+            weights (`Sequence[float]`):
+                See [`~ModelAverager.average`].
+            with_moments (`bool`, defaults to `True`):
+                The same.
+            step (`bool`, defaults to `True`):
+                The same.
+
+        Returns:
+            [`Exchanged`]: For [`~ModelAverager.settle`].
+        """
         weight, total = weights[self.mesh.group_index], sum(weights)
         lora_error = None
         with torch.no_grad():
@@ -210,19 +205,54 @@ class ModelAverager:
                 with_moments = self._average_moments(held, weights)
             self._average_buffers(held, weight, total)
         row["pseudo_gradient"] = (
-            self.outer.form_pseudo_gradients(held.means, held.shards, self._copies) if step else 0.0
+            self.outer.form_pseudo_gradients(held.means, held.shards, held.copies) if step else 0.0
         )
-        # The replicas of a group each report the whole shard, so the ratio of drift and norm needs no correction. With an axis
-        # that cuts some parameters and leaves others whole (tensor parallel) those left whole count more in it.
         rows, _ = exchange_rows(row, self.mesh)
-        # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.
-        norm = rows["pseudo_gradient"][0] ** 0.5
-        rate = self.outer.step(held.means, held.shards, norm) if step else self.outer.take(held.means, held.shards)
-        self._settle_moments(excluded, with_moments)
-        self._leave_out_frozen()
         counted = sum(weight > 0 for weight in weights)
-        drift = (sum(rows["drift"]) / counted / rows["norm"][0]) ** 0.5 if rows["norm"][0] > 0 else 0.0
-        return Outcome(drift, tuple(weights), with_moments, None if rate is None else norm, rate, lora_error)
+        return Exchanged(
+            weights=tuple(weights),
+            squared_drift=sum(rows["drift"]) / counted,
+            squared_norm=rows["norm"][0],
+            # Group 0's: sums over other ranks may be rounded in another way, and all must scale by the same bits.
+            pseudo_gradient_norm=rows["pseudo_gradient"][0] ** 0.5,
+            with_moments=with_moments,
+            lora_error=lora_error,
+            step=step,
+        )
+
+    def settle(
+        self,
+        held: Held,
+        found: Exchanged,
+        excluded: tuple[int, ...],
+        names: Collection[str] | None = None,
+        last: bool = True,
+    ) -> Outcome:
+        """
+        What follows the collectives: the outer step, and fresh moments where they are due. Without communication.
+
+        Args:
+            held ([`Held`]):
+                After [`~ModelAverager.exchange`]; its `shards` get the new model.
+            found ([`Exchanged`]):
+                From there.
+            excluded (`tuple[int, ...]`):
+                See [`~ModelAverager.average`].
+            names (`Collection[str]`, *optional*):
+                Of a fragment's parameters, whose moments alone are touched; by default all.
+            last (`bool`, defaults to `True`):
+                Whether the outer step is that of the whole model, or of its last fragment.
+
+        Returns:
+            [`Outcome`]: What it came to.
+        """
+        if found.step:
+            rate = self.outer.step(held.means, held.shards, found.pseudo_gradient_norm, last)
+        else:
+            rate = self.outer.take(held.means, held.shards)
+        self._settle_moments(excluded, found.with_moments, names)
+        norm = None if rate is None else found.pseudo_gradient_norm
+        return Outcome(found.drift, found.weights, found.with_moments, norm, rate, found.lora_error)
 
     def take_as_it_is(self, held: Held, excluded: tuple[int, ...] = ()) -> Outcome:
         """
@@ -259,9 +289,10 @@ class ModelAverager:
             reports = [run_exchange(plan, means, device, weight, total)]
         else:
             # Lossy formats carry differences. What has no anchor yet is sent as it is, and gets one at this border.
-            newcomers = {name: mean for name, mean in means.items() if name not in self.outer.anchors}
-            known = {name: mean for name, mean in means.items() if name not in newcomers}
-            start, residuals = self.outer.round_start(held.shards), self.residuals.of(plan, device)
+            first = held.plans["newcomers"].names() if "newcomers" in held.plans else frozenset()
+            newcomers = {name: mean for name, mean in means.items() if name in first}
+            known = {name: mean for name, mean in means.items() if name not in first}
+            start, residuals = self.outer.round_start(held.shards), self.residuals.of(plan, device, self.outer.anchors)
             reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals)]
             if newcomers:
                 reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total))
@@ -288,7 +319,23 @@ class ModelAverager:
     def _shards(self) -> dict[str, torch.Tensor]:
         return local_shards(self.model, plain=self.mesh.in_process)
 
-    def _averaged_shards(self) -> dict[str, torch.Tensor]:
+    def checked_besides(
+        self, shards: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """
+        What must be finite besides the averaged parameters: the group's own, and buffers that were when training began.
+
+        Args:
+            shards (`Mapping[str, torch.Tensor]`):
+                From [`~ModelAverager.averaged_shards`].
+            buffers (`Mapping[str, torch.Tensor]`):
+                The persistent buffers.
+        """
+        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
+        return [*local, *(buffers[name] for name in self.checked_buffers)]
+
+    def averaged_shards(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of what is averaged, aliasing the parameters, in the model's order. Reshard first."""
         return {
             name: shard
             for name, shard in self._shards().items()
@@ -304,7 +351,8 @@ class ModelAverager:
             f"inner_moments='average' cannot average {what}. Use 'keep' or 'reset'." for what in refused[:1]
         ]
 
-    def _strays(self) -> list[str]:
+    def strays(self) -> list[str]:
+        """What has come to train after the start and cannot be averaged, in words."""
         unmanaged = [] if self.mesh.in_process else unmanaged_parameters(self.model)
         problems = [
             "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
@@ -316,16 +364,36 @@ class ModelAverager:
             for name in sorted(stray)[:1]
         ]
 
-    def _parameter_plans(self, means: Mapping[str, torch.Tensor]) -> dict[str, ExchangePlan]:
+    def parameter_plans(self, means: Mapping[str, torch.Tensor], part: str = "parameters") -> dict[str, ExchangePlan]:
+        """
+        The plans of parameters, `"parameters"` and, under a lossy format, `"newcomers"` that have no anchor yet.
+
+        Args:
+            means (`Mapping[str, torch.Tensor]`):
+                What is averaged, this rank's shards.
+            part (`str`, defaults to `"parameters"`):
+                Of which part of the model.
+        """
         wire_format, anchors = self.config.wire_format, self.outer.anchors
         newcomers = {} if wire_format == "fp32" else {n: mean for n, mean in means.items() if n not in anchors}
         known = {name: mean for name, mean in means.items() if name not in newcomers}
-        plans = {"parameters": self._plan("parameters", known, wire_format)}
+        plans = {"parameters": self.plan(part, known, wire_format)}
         if newcomers:
-            plans["newcomers"] = self._plan("newcomers", newcomers)
+            plans["newcomers"] = self.plan(f"newcomers of {part}", newcomers)
         return plans
 
-    def _plan(self, part: str, tensors: Mapping[str, torch.Tensor], wire_format: str = "fp32") -> ExchangePlan:
+    def plan(self, part: str, tensors: Mapping[str, torch.Tensor], wire_format: str = "fp32") -> ExchangePlan:
+        """
+        The plan of an exchange, kept for as long as names and sizes stay.
+
+        Args:
+            part (`str`):
+                What is exchanged.
+            tensors (`Mapping[str, torch.Tensor]`):
+                This rank's.
+            wire_format (`str`, defaults to `"fp32"`):
+                How they cross.
+        """
         names = tuple((name, tensor.numel(), tensor.dtype) for name, tensor in tensors.items())
         if part not in self._plans or self._plans[part][0] != names:
             plan = plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes, wire_format)
@@ -362,15 +430,26 @@ class ModelAverager:
         parameters = dict(self.model.named_parameters())
         return average_products(self._pairs(held.shards), held.shards, parameters, gather, weights, self.mesh)
 
-    def _copies(self, name: str) -> int:
-        """How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it."""
-        param = self.model.get_parameter(name)
-        if not isinstance(param, DTensor):
-            return 1
-        sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
-        return self.mesh.group.size() // math.prod(size for size, placement in sizes if not placement.is_replicate())
+    def copies(self, names: Iterable[str]) -> dict[str, int]:
+        """
+        How many ranks of a group hold each element of a parameter, its replicas and axes that do not shard it, where the
+        outer step has a norm. To be asked while the model is resharded.
 
-    def _settle_moments(self, excluded: tuple[int, ...], averaged: bool) -> None:
+        Args:
+            names (`Iterable[str]`):
+                Of parameters.
+        """
+        found: dict[str, int] = {}
+        for name in names if self.outer.optimizer is not None else ():
+            param = self.model.get_parameter(name)
+            found[name] = 1
+            if isinstance(param, DTensor):
+                sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
+                sharded = math.prod(size for size, placement in sizes if placement.is_shard())
+                found[name] = self.mesh.group.size() // sharded
+        return found
+
+    def _settle_moments(self, excluded: tuple[int, ...], averaged: bool, names: Collection[str] | None = None) -> None:
         if excluded and self.mesh.is_main:
             logger.warning(
                 "The parameters of federation group %s were not finite. It was left out of the average, has taken the "
@@ -382,7 +461,9 @@ class ModelAverager:
         if not left_out and self.config.inner_moments != "reset":
             return
         chosen = {
-            id(param) for name, param in self.model.named_parameters() if left_out or self.selection.is_averaged(name)
+            id(param)
+            for name, param in self.model.named_parameters()
+            if (left_out or self.selection.is_averaged(name)) and (names is None or name in names)
         }
         for optimizer in self.optimizers:
             reset_moments(optimizer, lambda param: id(param) in chosen)

@@ -17,7 +17,9 @@ from .checkpoint import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .measured_periods import describe
+from .mesh import add_slow_tier
 from .metrics import RoundMetrics
+from .overlap import describe as describe_overlap
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .trainer_checkpoint import TrainerCheckpoints
@@ -133,6 +135,9 @@ class FedAvgCallback(TrainerCallback):
         if isinstance(state.parallelism_config, FederatedParallelismConfig):
             # The user's own, or that of another callback whose Trainer shares Accelerate's state and has not trained.
             self._parallelism = state.parallelism_config
+            if self.config.overlap_steps or self.config.slow_backend:
+                # It may have been built for a callback that averages otherwise.
+                self._parallelism.federation = add_slow_tier(self._parallelism.mesh, self.config.slow_backend)
         else:
             self._parallelism = FederatedParallelismConfig(self.config, layout, base=state.parallelism_config)
             self._parallelism.stock = stock
@@ -141,7 +146,7 @@ class FedAvgCallback(TrainerCallback):
         self._parallelism.mesh.set_timeout(self.config.timeout_seconds or trainer.args.ddp_timeout)
         self._binding = TrainerBinding(trainer, self._parallelism, self.config)
         self._binding.install(before_train=self._put_in_force, after_train=self._take_back)
-        logger.info("Federated training, %s, %s", layout, describe(self.config))
+        logger.info("Federated training, %s, %s%s", layout, describe(self.config), describe_overlap(self.config))
 
     @property
     def last_round(self) -> RoundMetrics | None:

@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from .averaging import Outcome
 from .handshake import FederationMismatchError
 from .held import Held
 from .mesh import Peers
 from .metrics import RoundMetrics, Tally, ratios
+from .outcome import Outcome
 
 
 logger = logging.getLogger(__name__)
 
 Rows = Mapping[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Border:
+    """
+    The moment after a round: every group holds the averaged model. With `overlap_steps` a round may also end without one;
+    this is then what its averaging came to, when its outcome was taken in.
+
+    Args:
+        metrics ([`RoundMetrics`]):
+            What the round measured.
+        votes (`dict[str, bool]`):
+            For each vote that was put, whether any rank of any group cast it.
+        sums (`dict[str, float]`):
+            For each number that was handed in, its sum over all ranks of all groups.
+        earlier (`tuple[Border, ...]`):
+            Rounds before it whose averagings were still in flight.
+    """
+
+    metrics: RoundMetrics
+    votes: dict[str, bool] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    earlier: tuple[Border, ...] = ()
 
 
 def make_row(

@@ -16,6 +16,7 @@ from .layout import FederationLayout, split_world
 from .lora import LORA_RULES
 from .moments import MOMENT_RULES
 from .outer_optimizers import SCHEDULES, UNSCHEDULED, format_options, is_plain_averaging, make_outer_optimizer
+from .overlap_limits import check_overlap
 from .periods import ALLOWED, parse_stages
 from .selection import parse_patterns
 from .weights import describe_function, find_weight_function
@@ -113,6 +114,19 @@ class FederationConfig:
         offload_outer_state (`bool`, defaults to `False`):
             Whether what the outer loop holds between borders, anchors, the outer optimizer's state and the residuals of
             `wire_format`, lives in host memory.
+        overlap_steps (`int`, defaults to `0`):
+            Optimizer steps that are made while an averaging is in flight: it starts at the end of a round, with a snapshot,
+            and its outcome is taken in so many steps later, with what each group has trained meanwhile; at most one period.
+            With `0` the steps wait for it. See `docs/overlap.md`.
+        overlap_alpha (`float`, defaults to `0.0`):
+            With `overlap_steps`: the share of its own model that a group keeps when it takes an outcome in (the alpha of
+            Streaming DiLoCo, arXiv 2501.18512). `0` takes the whole of it.
+        num_fragments (`int`, defaults to `1`):
+            With `overlap_steps`: fragments of the model that are averaged one after another in a round (Streaming DiLoCo),
+            which divides the bandwidth that is needed at a time by their number.
+        slow_backend (`str`, *optional*):
+            Backend of the averaging: `"gloo"` on GPUs sends through host memory, for nodes linked by TCP alone. Defaults to
+            that of the device.
 
     Raises:
         ValueError: If a value is out of its range; the message names the field, the value and what is allowed.
@@ -147,6 +161,10 @@ class FederationConfig:
     proximal_mu: float = 0.0
     wire_format: str = "fp32"
     offload_outer_state: bool = False
+    overlap_steps: int = 0
+    overlap_alpha: float = 0.0
+    num_fragments: int = 1
+    slow_backend: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_groups is not None:
@@ -171,6 +189,7 @@ class FederationConfig:
         if not isinstance(self.offload_outer_state, bool):
             raise ValueError(f"offload_outer_state must be True or False, but got {self.offload_outer_state!r}.")
         _check_outer(self)
+        check_overlap(self)
 
     def comparable(self) -> dict[str, Any]:
         """

@@ -70,6 +70,11 @@ class Course:
         """H of the round that is running or begins next."""
         return self.periods.current
 
+    @property
+    def turns_synchronous(self) -> bool:
+        """Whether the next step is synchronous."""
+        return self._gradients is not None and self.phases.is_synchronous(self.num_steps)
+
     def steps_left(self, steps: int) -> float:
         """
         Steps to the end of the running round, which comes after a period, and where synchronous steps begin or end.
@@ -93,19 +98,21 @@ class Course:
             self._gradients.bytes_sent += sent
         self._gradients.switch(self.synchronous)
 
-    def end(self, found: MeasuredRound) -> None:
+    def end(self, found: MeasuredRound, agreed: bool = False) -> None:
         """
         Chooses the next period. Collective over the world where the choice rests on measurements: all ranks take rank 0's.
 
         Args:
             found ([`MeasuredRound`]):
                 The round that has ended. Synchronous ones tell nothing about the period.
+            agreed (`bool`, defaults to `False`):
+                Whether all ranks were given the same numbers, so that nothing has to be sent.
         """
         measured = self.periods.measured
         if self.synchronous or (measured and self.mesh.layout.num_groups == 1):
             return
         self.periods.after_round(found)
-        if measured:
+        if measured and not agreed:
             chosen = torch.tensor(self.period, dtype=torch.int64, device=self.mesh.device)
             # Inside each group from its first rank, then from group 0: all get rank 0's.
             broadcast(chosen, self.mesh.group)

@@ -75,6 +75,10 @@ class ExchangePlan:
         """The slice that this rank averages."""
         return 0 if self.fast is None else self.fast.rank()
 
+    def names(self) -> frozenset[str]:
+        """Of the tensors with at least one element on this rank."""
+        return frozenset(piece.name for bucket in self.buckets for piece in bucket.pieces)
+
     def slow_bytes(self) -> int:
         """
         Bytes this rank sends over the slow tier in one averaging. Of a slice of N bytes among P peers a ring all-reduce

@@ -31,6 +31,8 @@ class Held:
             Whether all of it is, buffers left aside that were not when training began.
         problems (`list[str]`):
             What has come to train after the start and cannot be averaged.
+        copies (`dict[str, int]`):
+            See [`ModelAverager.copies`].
     """
 
     shards: dict[str, torch.Tensor]
@@ -40,6 +42,7 @@ class Held:
     plans: dict[str, ExchangePlan]
     finite: bool
     problems: list[str]
+    copies: dict[str, int]
 
     def slow_bytes(self, part: str) -> int:
         """

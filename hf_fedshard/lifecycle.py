@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from . import guard
+from .slow_tier import finish_workers
 
 
 def shutdown() -> None:
@@ -15,6 +16,8 @@ def shutdown() -> None:
     ranks that may still be writing. Without a process group it does nothing but forget the federations of this process.
     """
     guard.reset()
+    # What is in flight ends on all ranks alike, and must not find its process groups gone.
+    finish_workers()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

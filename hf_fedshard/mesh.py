@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .collectives import Group
 from .layout import FederationLayout
+from .slow_tier import SlowTier
 
 
 FED_AXIS = "fed"
@@ -80,12 +82,15 @@ class FederationMesh:
             The slice for `fully_shard`: one axis for FSDP, two for HSDP, inside the group.
         group (`ProcessGroup`):
             All ranks of this rank's federation group: the fast tier.
+        slow_tier ([`SlowTier`], *optional*):
+            Communicators for averagings alone, if they run beside the training steps or on a backend of their own.
     """
 
     layout: FederationLayout
     root: DeviceMesh
     fsdp: DeviceMesh
     group: dist.ProcessGroup
+    slow_tier: SlowTier | None = None
 
     @property
     def fed(self) -> dist.ProcessGroup:
@@ -140,12 +145,15 @@ class FederationMesh:
             seconds (`float`):
                 The bound.
         """
-        for group in {dist.group.WORLD, self.group, *self.root.get_all_groups(), *self.fsdp.get_all_groups()}:
+        slow = [] if self.slow_tier is None else self.slow_tier.process_groups()
+        for group in {dist.group.WORLD, self.group, *self.root.get_all_groups(), *self.fsdp.get_all_groups(), *slow}:
             # There is no public setter.
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def build_federation_mesh(device_type: str, layout: FederationLayout) -> FederationMesh:
+def build_federation_mesh(
+    device_type: str, layout: FederationLayout, with_slow_tier: bool = False, slow_backend: str | None = None
+) -> FederationMesh:
     """
     Builds the mesh of a federation. Collective over the world: every rank must call it with the same layout.
 
@@ -157,6 +165,10 @@ def build_federation_mesh(device_type: str, layout: FederationLayout) -> Federat
             `"cuda"`, `"cpu"`, ...
         layout ([`FederationLayout`]):
             The sizes; their product is the world size.
+        with_slow_tier (`bool`, defaults to `False`):
+            Whether averagings are to have communicators of their own. With one group there is nothing to average.
+        slow_backend (`str`, *optional*):
+            Their backend. Given, they are made in any case.
 
     Returns:
         [`FederationMesh`]: The mesh seen from this rank.
@@ -180,4 +192,25 @@ def build_federation_mesh(device_type: str, layout: FederationLayout) -> Federat
         group = root.get_group(shard_axis)
     else:
         group = root[tuple(group_axes)]._flatten("federation_group").get_group()
-    return FederationMesh(layout, root, fsdp, group)
+    mesh = FederationMesh(layout, root, fsdp, group)
+    return add_slow_tier(mesh, slow_backend) if with_slow_tier or slow_backend else mesh
+
+
+def add_slow_tier(mesh: FederationMesh, slow_backend: str | None = None) -> FederationMesh:
+    """
+    Gives averagings communicators of their own, if the mesh has none with this backend. Collective over the world.
+
+    Args:
+        mesh ([`FederationMesh`]):
+            The mesh. With one group there is nothing to average, and it stays as it is.
+        slow_backend (`str`, *optional*):
+            Their backend.
+
+    Returns:
+        [`FederationMesh`]: The mesh with them.
+    """
+    held = mesh.slow_tier
+    if mesh.layout.num_groups == 1 or (held is not None and held.backend == slow_backend):
+        return mesh
+    tier = SlowTier(mesh.layout, mesh.root.device_type, mesh.group, mesh.replicate, mesh.fed, slow_backend)
+    return dataclasses.replace(mesh, slow_tier=tier)

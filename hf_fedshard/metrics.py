@@ -58,6 +58,9 @@ class RoundMetrics:
         lora_error (`float`, *optional*):
             With `lora_average="product"`: the largest part of a mean product, relative to its norm, that an adapter of this
             rank cannot hold.
+        overlapped_seconds (`float`, *optional*):
+            With `overlap_steps`: time that the averaging took beside the training steps. `sync_seconds` is then how long the
+            steps stood still for it: to make snapshots, to wait for the outcome, and to take it in.
     """
 
     round: int
@@ -77,6 +80,7 @@ class RoundMetrics:
     pseudo_gradient_norm: float | None = None
     outer_learning_rate: float | None = None
     lora_error: float | None = None
+    overlapped_seconds: float | None = None
 
     @property
     def sync_share(self) -> float:
@@ -105,6 +109,8 @@ class RoundMetrics:
             value = getattr(self, name)
             if value is not None:
                 logs[name] = float(f"{value:.4g}")
+        if self.overlapped_seconds is not None:
+            logs["overlapped_seconds"] = round(self.overlapped_seconds, 4)
         if self.moment_bytes_sent:
             logs["moment_bytes_sent"] = self.moment_bytes_sent
         if len(set(self.weights)) > 1:
@@ -154,6 +160,8 @@ class Tally:
             How many losses are in the sum.
         waited_seconds (`float`, defaults to `0.0`):
             Time that was spent waiting for other groups before the border.
+        taken_in_seconds (`float`, defaults to `0.0`):
+            Time that was spent waiting for the outcome of an earlier averaging and taking it in.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -163,10 +171,15 @@ class Tally:
     loss_sum: torch.Tensor | float = 0.0
     num_losses: int = 0
     waited_seconds: float = 0.0
+    taken_in_seconds: float = 0.0
 
     def seconds(self) -> float:
         """Seconds since the round began."""
         return time.perf_counter() - self.started
+
+    def own_seconds(self) -> float:
+        """Those of them that went into the group's own steps."""
+        return self.seconds() - self.waited_seconds - self.taken_in_seconds
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float], otherwise: float) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -84,7 +84,9 @@ class OuterLoop:
 
     def _adopt(self, name: str, value: torch.Tensor) -> None:
         """Takes in what began to train inside the round: it has moved already, and begins from its first average."""
-        self.anchors[name] = anchor = self._copy(value)
+        # Where the others are: what is exchanged may lie in host memory.
+        device = next((held.device for held in self.anchors.values()), value.device)
+        self.anchors[name] = anchor = self.memory.copy(value, device, accumulation_dtype(value.dtype))
         if self.optimizer is not None:
             self.optimizer.param_groups[0]["params"].append(anchor)
             # Adagrad makes its state when it is constructed.
@@ -137,7 +139,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def form_pseudo_gradients(
-        self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], copies: Callable[[str], int]
+        self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], copies: Mapping[str, int]
     ) -> float:
         """
         Turns the averages into pseudo-gradients, in place, and gives this rank's part of their squared norm.
@@ -151,7 +153,7 @@ class OuterLoop:
                 The averages, from [`~OuterLoop.means`] after the exchange.
             shards (`Mapping[str, torch.Tensor]`):
                 This rank's shards, for their dtypes.
-            copies (`Callable[[str], int]`):
+            copies (`Mapping[str, int]`):
                 How many ranks of a group hold each element of a parameter: its part is divided among them, so that the
                 sum over the group counts every element once.
         """
@@ -164,15 +166,22 @@ class OuterLoop:
             else:  # it begins from this average, and has not moved from it
                 self._adopt(name, mean)
                 start = self.anchors[name]
+            # A snapshot may lie in host memory.
             mean.neg_().add_(start.to(mean.device))
-            squares.append(mean.norm().double().square() / copies(name))
+            squares.append(mean.norm().double().square() / copies[name])
         if not squares:
             return 0.0
         # Brought together before they are read, which is when a device is waited for.
         return float(torch.stack([square.to(squares[0].device) for square in squares]).sum())
 
     @torch.no_grad()
-    def step(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], norm: float) -> float | None:
+    def step(
+        self,
+        means: Mapping[str, torch.Tensor],
+        shards: Mapping[str, torch.Tensor],
+        norm: float,
+        last: bool = True,
+    ) -> float | None:
         """
         Steps the anchor and gives the parameters its values. Without communication.
 
@@ -183,6 +192,8 @@ class OuterLoop:
                 This rank's shards, written in place.
             norm (`float`):
                 Norm of the pseudo-gradient of the whole model, the same bits on all ranks.
+            last (`bool`, defaults to `True`):
+                Whether the schedule goes on: not with a fragment of the model that others follow.
 
         Returns:
             `float` or `None`: The outer learning rate; `None` where the average is the model.
@@ -207,7 +218,7 @@ class OuterLoop:
         for name in means:
             self.anchors[name].grad = None
             shards[name].copy_(self.anchors[name])
-        self.num_steps += 1
+        self.num_steps += last
         return rate
 
     @torch.no_grad()

@@ -157,7 +157,10 @@ class FederatedParallelismConfig(ParallelismConfig):
             # Meshes of different shapes would wait for each other for ever. A callback has compared before.
             layout = {"layout": str(self.federation_layout)}
             agree("the federation", {**self.federation_config.comparable(), **layout})
-        mesh = self.federation = build_federation_mesh(device_type, self.federation_layout)
+        config = self.federation_config
+        mesh = self.federation = build_federation_mesh(
+            device_type, self.federation_layout, config.overlap_steps > 0, config.slow_backend
+        )
         if self.federation_config.timeout_seconds is not None:
             mesh.set_timeout(self.federation_config.timeout_seconds)
         guard.watch(mesh)

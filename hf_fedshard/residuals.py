@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -47,16 +47,18 @@ class Residuals:
         self.reset()
         self._loaded = dict(shards)
 
-    def of(self, plan: ExchangePlan, device: torch.device) -> list[torch.Tensor] | None:
+    def of(self, plan: ExchangePlan, device: torch.device, known: Collection[str] = ()) -> list[torch.Tensor] | None:
         """
         The residuals of a plan's buckets, which the exchange writes. Collective over the replicas of a shard where the plan
-        is another one than before, which it is in all of them: parameters were unfrozen.
+        is another one than before, which it is in all of them: parameters were unfrozen, or another fragment has its turn.
 
         Args:
             plan ([`ExchangePlan`]):
                 What is about to be exchanged.
             device (`torch.device`):
                 Where its buckets live.
+            known (`Collection[str]`, *optional*):
+                Parameters of which it is still owed though they are not in the plan: of fragments whose turn comes later.
 
         Returns:
             `list[torch.Tensor]` or `None`: For each bucket that of this rank's slice; `None` if the format has none.
@@ -65,7 +67,9 @@ class Residuals:
             return None
         if self.plan is not plan:
             owed = self.by_name()
-            self.plan, self._device, self._loaded = plan, device, {}
+            here = plan.names()
+            self._loaded = {name: shard for name, shard in owed.items() if name in known and name not in here}
+            self.plan, self._device = plan, device
             self.flats = [self._cut(plan, bucket, owed) for bucket in plan.buckets]
         return self.flats
 
@@ -74,12 +78,12 @@ class Residuals:
         Local shards of what is owed, as long as those of the parameters and 1-D; of the replicas of a shard all together,
         the same in each. Collective over these.
         """
+        found = dict(self._loaded)
         if self.plan is None:
-            return dict(self._loaded)
+            return found
         sizes: dict[str, int] = {}
         for bucket in self.plan.buckets:
             sizes.update({piece.name: piece.stop for piece in bucket.pieces})
-        found: dict[str, torch.Tensor] = {}
         for bucket, flat in zip(self.plan.buckets, self.flats, strict=True):
             whole = flat
             if self.plan.fast is not None:

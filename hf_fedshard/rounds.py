@@ -4,48 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from . import guard
-from .averaging import ModelAverager, Outcome
-from .closing import Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
+from .advancing import AdvancingRounds
+from .averaging import ModelAverager
+from .closing import Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
 from .config import FederationConfig
 from .course import Course
 from .held import Held
 from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
 from .mesh import FederationMesh, Peers
-from .metrics import RoundMetrics, Tally, exchange_rows
+from .metrics import RoundMetrics, exchange_rows
+from .outcome import Outcome
+from .overlap import OverlappedAveraging
 from .periods import MeasuredRound
 from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
 from .weights import group_weights
 
 
-@dataclass(frozen=True)
-class Border:
-    """
-    The moment after a round: every group holds the averaged model.
-
-    Args:
-        metrics ([`RoundMetrics`]):
-            What the round measured.
-        votes (`dict[str, bool]`):
-            For each vote that was put, whether any rank of any group cast it.
-        sums (`dict[str, float]`):
-            For each number that was handed in, its sum over all ranks of all groups.
-    """
-
-    metrics: RoundMetrics
-    votes: dict[str, bool] = field(default_factory=dict)
-    sums: dict[str, float] = field(default_factory=dict)
-
-
-class Rounds:
+class Rounds(AdvancingRounds):
     """
     Federated averaging of one model (FL+FSDP and FL+HSDP, arXiv 2609.20359, with FedAvg of arXiv 1602.05629).
 
@@ -84,33 +66,25 @@ class Rounds:
         one_model: bool = True,
         num_training_steps: int | None = None,
     ) -> None:
+        super().__init__(mesh, config, list(optimizers))
         self.model = model
-        self.mesh = mesh
-        self.config = config
-        self.optimizers = list(optimizers)
-        self.round = 0
-        self.steps = 0
-        self.num_optimizer_steps = 0
-        self.num_skipped_steps: torch.Tensor | float = 0.0
-        """Those of them that fused optimizers have skipped, on the device."""
-        self.counts_updates = False
-        """Whether somebody other than the guard tells of every optimizer step."""
-        self.unique_share = 1.0
-        """How much of the data counts as new for the weights, where a group repeats its own: see [`OwnData`]."""
-        self.border_seconds = 0.0
-        """How long an averaging takes: the last one, and before the first of this process a bound from the broadcast."""
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
         reshard(model)
         self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a" and mesh.layout.num_groups > 1:  # one group is plain training
             self.when_finished(freeze_first_factors(model, self.optimizers))
+        tier = mesh.slow_tier if isinstance(mesh, FederationMesh) else None
+        self.peers: Peers = mesh if tier is None else tier
         self._begin(one_model)
-        self.averager = ModelAverager(model, mesh, config, self.optimizers)
+        self.averager = ModelAverager(model, self.peers, config, self.optimizers)
         self._parameter_ids = {id(param) for param in model.parameters()}
-        self._tally = Tally()
         self.course = Course(model, mesh, config, self.optimizers, num_training_steps)
         self.course.begin()
+        self.overlap = None
+        if config.overlap_steps and mesh.layout.num_groups > 1:
+            assert tier is not None, "overlap_steps needs build_federation_mesh(..., with_slow_tier=True)"
+            self.overlap = OverlappedAveraging(self.averager, tier, config)
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
             anchors = self.averager.outer.anchors
@@ -133,73 +107,6 @@ class Rounds:
             factor = 2 if self.config.inner_moments == "keep" else 6
             self.border_seconds = factor * (time.perf_counter() - started)
 
-    def begin_step(self) -> None:
-        """
-        Restarts the clock of a round if it has no step yet, so that an evaluation at the border does not count. Optional.
-        """
-        if self.at_border:
-            self._tally.started = time.perf_counter()
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether the round that is running, or begins next, consists of steps synchronised over all groups."""
-        return self.course.synchronous
-
-    @property
-    def steps_left(self) -> float:
-        """Steps to the end of the round."""
-        return self.course.steps_left(self.steps)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the round has all of its steps, so that [`~Rounds.close`] is due."""
-        return self.steps_left <= 0
-
-    def count_step(
-        self,
-        loss: torch.Tensor | float | None = None,
-        tokens: float = 0,
-        samples: float = 0,
-        labels: float | None = None,
-    ) -> bool:
-        """
-        Counts one optimizer step of this rank's group, without communication.
-
-        Args:
-            loss (`torch.Tensor` or `float`, *optional*):
-                The step's training loss on this rank, for the log.
-            tokens (`int`, defaults to `0`):
-                Tokens that this rank trained on in the step, for the log and for `group_weights="tokens"`.
-            samples (`int`, defaults to `0`):
-                Samples that this rank trained on in the step, for `group_weights="samples"`.
-            labels (`int`, *optional*):
-                Where not all tokens count in the loss: those that do, for the weights in place of `tokens`.
-
-        Returns:
-            `bool`: Whether the round has all of its steps, so that [`~Rounds.close`] is due.
-        """
-        self.steps += 1
-        self.course.num_steps += 1
-        self._tally.tokens += tokens
-        self._tally.labels += self.unique_share * (tokens if labels is None else labels)
-        self._tally.samples += self.unique_share * samples
-        if loss is not None:
-            self.add_loss(loss)
-        return self.is_due
-
-    def add_loss(self, loss: torch.Tensor | float, num_losses: int = 1) -> None:
-        """
-        Adds training losses of this rank to the round's metrics, without waiting for the device.
-
-        Args:
-            loss (`torch.Tensor` or `float`):
-                A loss, or the sum of several.
-            num_losses (`int`, defaults to `1`):
-                How many.
-        """
-        self._tally.loss_sum = self._tally.loss_sum + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        self._tally.num_losses += num_losses
-
     def step(self, loss: torch.Tensor | float | None = None, tokens: int = 0, samples: int = 0) -> RoundMetrics | None:
         """
         To be called after every optimizer step: counts it, and averages the groups when the round is over.
@@ -216,9 +123,13 @@ class Rounds:
                 Samples that this rank trained on in the step, for `group_weights="samples"`.
 
         Returns:
-            [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`.
+            [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`. With `overlap_steps` those of the last
+            round, where its outcome was taken in.
         """
-        return self.close().metrics if self.count_step(loss, tokens, samples) else None
+        if self.count_step(loss, tokens, samples) and self.needs_border:
+            return self.close().metrics
+        border = self.advance()
+        return None if border is None else border.metrics
 
     def finish(self) -> RoundMetrics | None:
         """
@@ -238,6 +149,8 @@ class Rounds:
         """
         guard.detach(self)
         self.course.release()
+        if self.overlap is not None:
+            self.overlap.abandon()
         for undo in self._when_finished:
             undo()
         self._when_finished.clear()
@@ -252,83 +165,12 @@ class Rounds:
         """
         self._when_finished.append(undo)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the federation stands, at a border: numbers of rounds and steps, and the period. Fit for JSON."""
-        return {"round": self.round, **self.course.state_dict()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """
-        Told that the model was replaced by a checkpoint's, the same in all groups: a round begins with the next step.
-        Collective over the world where synchronous steps at the end go on.
-
-        Args:
-            state (`Mapping[str, Any]`):
-                From [`~Rounds.state_dict`].
-        """
-        self._next_round()
-        self.round = int(state["round"])
-        self.course.load_state_dict(state)
-        self.averager.restart()
-
-    def state_inside(self) -> dict[str, Any]:
-        """Where this rank stands inside a round whose steps are its group's own, as plain values."""
-        return {
-            **self.state_dict(),
-            "steps_in_round": self.steps,
-            "num_optimizer_steps": self.num_optimizer_steps,
-            "num_skipped_steps": float(self.num_skipped_steps),
-            "trained": self.averager.trained,
-            "border_seconds": self.border_seconds,
-            "seconds": self._tally.seconds(),
-            "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},
-        }
-
-    def restore_inside(self, state: Mapping[str, Any]) -> None:
-        """
-        Told that the model was replaced by what this rank's group held inside a round. Without communication: how many steps
-        are behind is different in each group, and so would be what they did about synchronous steps.
-
-        Args:
-            state (`Mapping[str, Any]`):
-                From [`~Rounds.state_inside`], of the same group.
-        """
-        self.round = state["round"]
-        self.course.load_state_dict(state, inside=True)
-        self.steps = state["steps_in_round"]
-        self.num_optimizer_steps = state["num_optimizer_steps"]
-        self.num_skipped_steps = state.get("num_skipped_steps", 0.0)
-        self.averager.restart(state["trained"])
-        self.border_seconds = state["border_seconds"]
-        self._tally = Tally(started=time.perf_counter() - state["seconds"], **state["tally"])
-
-    @property
-    def seconds_per_step(self) -> float:
-        """How long a step of this round takes, waiting for other groups left aside; 0 before the first."""
-        return (self._tally.seconds() - self._tally.waited_seconds) / self.steps if self.steps else 0.0
-
-    def note_wait(self, seconds: float) -> None:
-        """
-        Told that this rank has waited for other groups before the border, for the metrics.
-
-        Args:
-            seconds (`float`):
-                How long.
-        """
-        self._tally.waited_seconds += seconds
-
-    @property
-    def at_border(self) -> bool:
-        """
-        Whether every group holds the same, averaged model: no step was made since the last averaging, nor one begun by
-        the optimizer and not yet counted.
-        """
-        return self.steps == 0 and self.num_optimizer_steps == 0
-
     def close(self, votes: Mapping[str, bool] | None = None, sums: Mapping[str, float] | None = None) -> Border:
         """
         Closes the round: every group's parameters become their average. Collective over the world.
 
-        Order on every rank: the small exchange of metrics and votes; one of weights if a function gives them, then those of
+        Order on every rank: what is in flight, see [`OverlappedAveraging`], so that no other thread uses the slow tier; the
+        small exchange of metrics and votes; one of weights if a function gives them, then those of
         [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase needs. What is
         done depends only on values that all ranks have exchanged, so they stay together.
 
@@ -352,29 +194,26 @@ class Rounds:
         votes, sums = dict(votes or {}), dict(sums or {})
         if self.mesh.layout.num_groups == 1:
             return self._close_alone(votes, sums)
+        earlier, is_border = self._drain()
+        if is_border:
+            # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
+            return self._border_as_it_is(earlier.pop(), votes, sums)
         held = self.averager.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size
         bytes_sent = self.course.slow_bytes(held.parameter_bytes())
-        row = make_row(
-            held,
-            self._tally,
-            self.steps,
-            self._num_updates(),
-            self._tally.seconds() - waited,
-            bytes_sent,
-            group_size,
-        )
+        seconds = self._tally.own_seconds()
+        row = make_row(held, self._tally, self.steps, self._num_updates(), seconds, bytes_sent, group_size)
         row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
         row.update({f"sum/{name}": value for name, value in sums.items()})
-        rows, wait_seconds = exchange_rows(row, self.mesh)
+        rows, wait_seconds = exchange_rows(row, self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
         outcome = self._average(held, rows)
         metrics = make_metrics(
             rows,
-            self.mesh,
+            self.peers,
             outcome,
             round=self.round + 1,
             steps=self.steps,
@@ -396,48 +235,33 @@ class Rounds:
             metrics,
             {name: any(rows[f"vote/{name}"]) for name in votes},
             {name: sum(rows[f"sum/{name}"]) for name in sums},
+            tuple(earlier),
+        )
+
+    def _border_as_it_is(self, border: Border, votes: Mapping[str, bool], sums: Mapping[str, float]) -> Border:
+        """A border whose averaging was in flight; what is asked for now was not. Collective over the world if anything is."""
+        values = {**{f"vote/{name}": float(cast) for name, cast in votes.items()}, **sums}
+        rows = exchange_rows(values, self.peers)[0] if values else {}
+        return Border(
+            border.metrics,
+            {name: any(rows[f"vote/{name}"]) for name in votes},
+            {name: sum(rows[name]) for name in sums},
+            (border,),
         )
 
     def _average(self, held: Held, rows: Rows) -> Outcome:
         if self.course.holds_one_model(held.shards):
             return self.averager.take_as_it_is(held, left_out(rows))
         excluded = left_out(rows)
-        weights = group_weights(self.config.group_weights, rows, excluded, self.mesh)
-        with_moments = moments_agree(rows, self.mesh, self.round + 1)
+        # Without a step since fragments were averaged there is nothing to weigh by.
+        rule = self.config.group_weights if self.steps or self.overlap is None else "uniform"
+        weights = group_weights(rule, rows, excluded, self.peers)
+        with_moments = moments_agree(rows, self.peers, self.round + 1)
         return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters that this object averages."""
         return any(id(param) in self._parameter_ids for group in optimizer.param_groups for param in group["params"])
-
-    def note_optimizer_step(self, found_inf: torch.Tensor | None = None) -> None:
-        """
-        Told by the guard of every call of an optimizer's step.
-
-        Args:
-            found_inf (`torch.Tensor`, *optional*):
-                Of one element, 1 where the optimizer skips the step since its gradients are not finite.
-
-        Raises:
-            RuntimeError: If the averaging is overdue by more than a round.
-        """
-        self.num_optimizer_steps += 1
-        if found_inf is not None:
-            self.num_skipped_steps = (
-                self.num_skipped_steps + found_inf.detach()
-            )  # not read: a device would be waited for
-        limit = 2 * self.course.period * max(len(self.optimizers), 1)
-        if self.num_optimizer_steps > limit and self.mesh.layout.num_groups > 1:
-            raise RuntimeError(
-                f"{self.num_optimizer_steps} optimizer steps were made since the federation groups were last averaged, "
-                f"with sync_every={self.course.period}. Call `fedavg.step()` after each optimizer step."
-            )
-
-    def _num_updates(self) -> float:
-        """Steps that an optimizer made, where somebody counts them: a gradient scaler may have skipped some."""
-        if not (self.counts_updates or guard.is_watching()):
-            return self.steps
-        return (self.num_optimizer_steps - float(self.num_skipped_steps)) / max(len(self.optimizers), 1)
 
     def _close_alone(self, votes: dict[str, bool], sums: dict[str, float]) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
@@ -445,10 +269,3 @@ class Rounds:
         self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
         self._next_round()
         return Border(metrics, votes, sums)
-
-    def _next_round(self) -> None:
-        self.round += 1
-        self.steps = 0
-        self.num_optimizer_steps = 0
-        self.num_skipped_steps = 0.0
-        self._tally = Tally()

@@ -18,7 +18,9 @@ from .mesh import FederationMesh
 from .metrics import RoundMetrics, exchange_rows
 from .preemption import TrainingPreempted
 from .rounds import Rounds
+from .scheduled import ScheduledRequests
 from .seams import check_attribute
+from .session_reports import RoundReports
 from .trainer_preemption import TrainerPreemption, epoch_is_whole
 from .weights import count_batch
 
@@ -88,11 +90,9 @@ class TrainingSession:
         inner = mesh.layout.inner
         self._num_copies = inner.get("tp", 1) * inner.get("cp", 1)
         self._counted = trainer.state.global_step
-        self._losses_before: torch.Tensor | None = None
-        self._tokens_seen_before = trainer.state.num_input_tokens_seen
+        self._reports = RoundReports(trainer, mesh.layout.world_size, config.log_every_rounds)
         self._pending_flags: set[str] = set()
-        self._pending_logs: dict[str, float] = {}
-        self.last_round: RoundMetrics | None = None
+        self._scheduled = ScheduledRequests(trainer)
         self._alone_at_epoch_end = False
         self._epoch_has_ended = False
         # Until the step that was begun there is counted, weights and counters may be one apart.
@@ -109,8 +109,7 @@ class TrainingSession:
         return {
             "rounds": self.rounds.state_inside(),
             "pending_flags": sorted(self._pending_flags),
-            "losses_before": self._losses_before,
-            "tokens_seen_before": self._tokens_seen_before,
+            **self._reports.state_inside(),
             "trainer": {name: getattr(self.trainer, name) for name in TRAINER_COUNTERS},
         }
 
@@ -126,8 +125,7 @@ class TrainingSession:
             )
         together("Resuming", error)
         self._pending_flags = set(state["pending_flags"])
-        self._losses_before = state["losses_before"]
-        self._tokens_seen_before = state["tokens_seen_before"]
+        self._reports.restore_inside(state)
         for name, value in state["trainer"].items():
             held = getattr(trainer, name)
             setattr(trainer, name, value.to(held.device) if isinstance(held, torch.Tensor) else value)
@@ -182,6 +180,8 @@ class TrainingSession:
             control (`TrainerControl`):
                 What the event came with; requests in it are held back inside a round.
         """
+        if not self._at_border:  # else the request is met at once
+            self._scheduled.note(event, state)
         if event == "on_epoch_begin":
             self.epoch += 1
             self._epoch_is_empty = True
@@ -232,10 +232,14 @@ class TrainingSession:
             self._samples += samples / self._num_copies
             self._labels += (labels or 0) / self._num_copies
 
+    @property
+    def last_round(self) -> RoundMetrics | None:
+        """Metrics of the last round; `None` before its first border."""
+        return self._reports.last_round
+
     def take_pending_logs(self) -> dict[str, float]:
         """The metrics of the last round that have not been logged, once."""
-        logs, self._pending_logs = self._pending_logs, {}
-        return logs
+        return self._reports.take_pending_logs()
 
     @contextlib.contextmanager
     def border_on_demand(self) -> Iterator[None]:
@@ -272,9 +276,9 @@ class TrainingSession:
             yield
         finally:
             self.in_round = inside
-            if inside and self._losses_before is None:
+            if inside:
                 # The step that was interrupted belongs to the next round.
-                self._losses_before = self._train_losses()
+                self._reports.begin_losses()
 
     def _warn_of_few_borders(self) -> None:
         config, max_steps = self.config, self.trainer.state.max_steps
@@ -306,8 +310,7 @@ class TrainingSession:
             self._still_to_arrive = False
             self._wait_for_border(untouched=True)
         self.rounds.begin_step()
-        if self._losses_before is None:
-            self._losses_before = self._train_losses()
+        self._reports.begin_losses()
 
     def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
         self._count_steps(state)
@@ -318,9 +321,11 @@ class TrainingSession:
             self._share(control, FLAGS)
             return
         self._hold_back(control)
-        if self._steps_left <= 0:
+        if self._steps_left <= 0 and self._needs_border(state):
             # With pre-emption, all groups have said one step ago that they would come.
             self._close(state, control)
+        elif self.rounds.overlap is not None and not self.rounds.synchronous:
+            self._advance(state)
         elif self.preemption is None:
             return
         elif self.rounds.synchronous:
@@ -412,34 +417,45 @@ class TrainingSession:
                 self._pending_flags.add(flag)
                 setattr(control, flag, False)
 
+    def _needs_border(self, state: TrainerState) -> bool:
+        """
+        Whether the round that is over ends with one model. With `overlap_steps` only where somebody needs it; the same on all
+        ranks, since schedules are, and requests of other callbacks have come with the last averaging.
+        """
+        return self.rounds.needs_border or self._scheduled.pending or self._scheduled.is_over(state)
+
+    def _advance(self, state: TrainerState) -> None:
+        """With `overlap_steps`, after a step that makes no border: takes in and starts what is due."""
+        rounds, sums = self.rounds, {}
+        if rounds.is_due:
+            self._reports.end_losses(rounds)
+            self._reports.begin_losses()
+            sums = {"tokens_seen": self._reports.take_tokens(state)}
+        votes = {flag: flag in self._pending_flags for flag in FLAGS}
+        border = rounds.advance(votes, sums)
+        if border is not None:
+            self._reports.note_tokens(border, state)
+            self._reports.note_round(border)
+
     def _close(self, state: TrainerState, control: TrainerControl) -> None:
         """The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log."""
-        rounds = self.rounds
-        if self._losses_before is not None and rounds.steps:
-            rounds.add_loss(self._train_losses() - self._losses_before, num_losses=rounds.steps)
-        # Inside a round Trainer counts as if all groups saw as many tokens as this one; the true sum is due now.
-        seen = (state.num_input_tokens_seen - self._tokens_seen_before) / self.mesh.layout.world_size
+        reports = self._reports
+        reports.end_losses(self.rounds)
         votes = {flag: flag in self._pending_flags for flag in FLAGS} | self._asked_to_end()
-        border = rounds.close(votes, {"tokens_seen": seen})
-        self._tokens_seen_before += round(border.sums["tokens_seen"])
-        state.num_input_tokens_seen = self._tokens_seen_before
-        self._losses_before = None
+        border = self.rounds.close(votes, {"tokens_seen": reports.take_tokens(state)})
+        for each in (*border.earlier, border):
+            reports.note_tokens(each, state)
         self._pending_flags.clear()
+        self._scheduled.pending = False
         self.in_round = False
         self._at_border = True
         for flag in FLAGS:
             if border.votes[flag]:
                 setattr(control, flag, True)
         self._end_if_asked(control, border.votes.get(TO_END, False))
-        self.last_round = border.metrics
-        every = self.config.log_every_rounds
-        if every and border.metrics.round % every == 0:
-            self._pending_logs = border.metrics.as_logs()
+        for earlier in border.earlier:
+            reports.note_round(earlier)
+        if border.metrics not in [earlier.metrics for earlier in border.earlier]:
             # One line a round: Trainer's own where it is due, else one for the metrics.
-            if not (control.should_log and state.global_step > self.trainer._globalstep_last_logged):
-                # Not a subclass's `log`: those of TRL add what they have collected since Trainer's own last line.
-                Trainer.log(self.trainer, self.take_pending_logs())
-
-    def _train_losses(self) -> torch.Tensor:
-        """Sum of this rank's training losses since Trainer last logged, left on the device."""
-        return self.trainer._tr_loss.detach().clone()
+            follows = control.should_log and state.global_step > self.trainer._globalstep_last_logged
+            reports.note_round(border, logs_follow=follows)

@@ -203,6 +203,11 @@ def _check_periods(config: FederationConfig) -> None:
             f"{config.sync_steps_at_start}, sync_steps_at_end={config.sync_steps_at_end}. Set both to 0, and train the one "
             "model on the batches of all groups before the simulation, or after it."
         )
+    if config.overlap_steps or config.slow_backend:
+        raise ValueError(
+            f"A simulation averages in memory, between two steps: overlap_steps={config.overlap_steps}, slow_backend="
+            f"{config.slow_backend!r}. Leave both unset."
+        )
     if config.sync_every == "auto":
         raise ValueError(
             "sync_every='auto' follows the time that steps and averagings take, and a simulation takes another one. Give "

@@ -43,11 +43,18 @@ OTHERS = {
     "proximal_mu": (0.01, "0.01"),
     "wire_format": ("int4", "int4"),
     "offload_outer_state": (True, "true"),
+    "overlap_steps": (2, "2"),
+    "overlap_alpha": (0.25, "0.25"),
+    "num_fragments": (3, "3"),
+    "slow_backend": ("gloo", "gloo"),
 }
 # What makes a setting valid that depends on another one.
 COMPANIONS: dict[str, dict[str, Any]] = {
     "outer_options": {"outer_optimizer": "fedavgm"},
     "outer_schedule": {"outer_schedule_rounds": 5},
+    "overlap_steps": {"sync_every": 4096},
+    "overlap_alpha": {"overlap_steps": 1},
+    "num_fragments": {"overlap_steps": 1, "sync_every": 4096},
 }
 LAUNCH_PREFIXES = (environment.PREFIX, "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -89,6 +96,10 @@ def test_defaults() -> None:
         "proximal_mu": 0.0,
         "wire_format": "fp32",
         "offload_outer_state": False,
+        "overlap_steps": 0,
+        "overlap_alpha": 0.0,
+        "num_fragments": 1,
+        "slow_backend": None,
     }
     # Of use with one value of another field only.
     assert {item.name for item in dataclasses.fields(FederationConfig)} == {*OTHERS, "max_drift"}
@@ -109,6 +120,8 @@ def test_explicit_beats_environment_beats_default(name: str, monkeypatch: pytest
         explicit = 7
     if isinstance(default, bool):
         explicit = default
+    if name == "slow_backend":
+        explicit = "nccl"
     assert getattr(FederationConfig.from_arguments(**{name: explicit}, **others), name) == explicit
     monkeypatch.setenv(f"FEDSHARD_{name.upper()}", "")
     assert getattr(FederationConfig.from_arguments(**others), name) == default
@@ -239,6 +252,7 @@ def test_unknown_setting(make: Callable[..., Any]) -> None:
 
 def test_callback_and_plugin_take_every_setting() -> None:
     values = {name: value for name, (value, _) in OTHERS.items()}
+    values |= {"inner_moments": "reset", "num_fragments": 1}  # the others do not go with `overlap_steps`
     assert FedAvgCallback(**values).config == FederationConfig(**values)
     plugin = FederatedFSDPPlugin(**values, cpu_offload=True)
     assert plugin.federation_config == FederationConfig(**values)

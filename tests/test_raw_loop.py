@@ -14,6 +14,7 @@ from tests.harness.comparison import largest
 from tests.harness.data import Batch, ListDataset, batches_by_step, collate, token_samples
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.models import tiny_llama
+from tests.harness.overlap_runs import Delayed
 from tests.harness.pool import WorkerPool
 from tests.harness.reference import train_reference
 from tests.harness.trainer_runs import full_state
@@ -93,7 +94,7 @@ def run(pool: WorkerPool, *args: Any, dp_replicate: int | None = None, **options
     return pool.run(raw_loop, *args, env=env, init_group=False, limit_seconds=120, **options)
 
 
-def refer(ranks: list[dict[str, Any]], num_groups: int = 2) -> Any:
+def refer(ranks: list[dict[str, Any]], num_groups: int = 2, sync_every: Any = SYNC_EVERY, **changes: Any) -> Any:
     group_size = len(ranks) // num_groups
 
     def initial() -> nn.Module:
@@ -109,11 +110,12 @@ def refer(ranks: list[dict[str, Any]], num_groups: int = 2) -> Any:
     return train_reference(
         initial,
         batches_by_step(recorded, num_groups, ACCUMULATION),
-        SYNC_EVERY,
+        sync_every,
         adamw,
         learning_rate=lambda step: ranks[0]["rates"][step],
         max_grad_norm=MAX_GRAD_NORM,
         loss=loss,
+        **changes,
     )
 
 
@@ -131,6 +133,15 @@ def assert_matches(ranks: list[dict[str, Any]], result: Any) -> None:
     print(f"largest difference {error:.2e}, the weights have moved by {moved:.2e}")
     assert error < 2e-5
     assert moved > 5e-3
+
+
+def test_averaging_beside_the_steps(world4: WorkerPool) -> None:
+    ranks = run(world4, 2, 6, overlap_steps=1)
+    num_steps = len(ranks[0]["rates"])
+    delayed = Delayed(SYNC_EVERY, 1, borders=(num_steps,))
+    assert_matches(ranks, refer(ranks, sync_every=(num_steps,), after_step=delayed))
+    assert len(delayed.landed) >= 2
+    assert sum(ranks[0]["rounds"]) == num_steps
 
 
 def rows(batches: list[Batch]) -> list[tuple[int, ...]]:

@@ -20,13 +20,14 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._before: set[int] = set()
+        # The references keep addresses from being taken by memory that is new.
+        self._before: dict[int, StorageWeakRef] = {}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs or {})):
             if storage._cdata not in self._alive:
-                self._before.add(storage._cdata)
+                self._before[storage._cdata] = StorageWeakRef(storage)
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             if storage._cdata not in self._before and storage._cdata not in self._alive:

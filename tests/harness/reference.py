@@ -67,6 +67,7 @@ def train_reference(
     before_step: Callable[[nn.Module, State], None] | None = None,
     at_border: Callable[[list[nn.Module], list[torch.optim.Optimizer], Sequence[float]], None] | None = None,
     is_local: Callable[[str], bool] = lambda name: False,
+    after_step: Callable[[int, list[nn.Module]], None] = lambda number, models: None,
 ) -> ReferenceResult:
     """
     Trains, averaging after each `sync_every` optimizer steps and after the last one.
@@ -101,6 +102,8 @@ def train_reference(
             `at_border(models, optimizers, shares)`: called when the groups hold the new model.
         is_local (`Callable[[str], bool]`, *optional*):
             Which parameters each group keeps for itself.
+        after_step (`Callable[[int, list[torch.nn.Module]], None]`, *optional*):
+            `after_step(number, models)`: called when all groups have made so many steps, ahead of a border.
 
     Returns:
         `ReferenceResult`: Weights, losses, norms.
@@ -149,6 +152,7 @@ def train_reference(
         result.losses.append(losses)
         result.grad_norms.append(norms)
         result.num_items.append(items)
+        after_step(step + 1, models)
 
         due = (step + 1) % sync_every == 0 if isinstance(sync_every, int) else step + 1 in sync_every
         if due or step + 1 == len(batches):

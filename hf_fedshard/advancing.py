@@ -1,0 +1,101 @@
+"""Rounds that go on while they are averaged: what is started, and what is taken in, after which step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from .closing import Border
+from .counting import RoundCounter
+from .flights import Span
+from .periods import MeasuredRound
+
+
+class AdvancingRounds(RoundCounter):
+    """The part of [`Rounds`] that averages beside the steps. Without `overlap_steps` it does nothing."""
+
+    @property
+    def needs_border(self) -> bool:
+        """
+        Whether the round that is over has to be closed: without `overlap_steps` always, with it where steps are synchronous or
+        become so, and where any rank asks for it. The same on all ranks.
+        """
+        if self.overlap is None or self.synchronous or self.course.turns_synchronous:
+            return True
+        return self.overlap.wants_border
+
+    def advance(
+        self, votes: Mapping[str, bool] | None = None, sums: Mapping[str, float] | None = None
+    ) -> Border | None:
+        """
+        With `overlap_steps`, to be called after each step after which the round is not closed: takes in what is due, and
+        starts to average what is due. At the end of a round the next one begins. Does nothing without.
+
+        Args:
+            votes (`Mapping[str, bool]`, *optional*):
+                Requests of this rank, under the same names on all ranks. They ride on what is started; if any rank has one, the
+                next round ends with a border.
+            sums (`Mapping[str, float]`, *optional*):
+                Where the round is over: numbers of this rank to be summed over all ranks.
+
+        Returns:
+            [`Border`] or `None`: What an earlier round came to, where its outcome was taken in.
+        """
+        overlap, border = self.overlap, None
+        if overlap is None or self.synchronous:
+            return None
+        while overlap.is_due(self.course.num_steps):
+            border = self._take_in() or border
+        fragment = overlap.fragment_due(self.steps, self.course.period)
+        if fragment is not None:
+            ends_round = self.is_due
+            besides = self.course.slow_bytes(0) if ends_round else 0
+            overlap.start(fragment, self._span(), votes or {}, (sums or {}) if ends_round else {}, besides)
+            if ends_round:
+                if self.config.sync_every != "drift":  # else when the drift is known
+                    self.course.end(MeasuredRound(self.steps, 0.0, 0.0, 0.0), agreed=True)
+                self._next_round()
+        return border
+
+    def _span(self) -> Span:
+        return Span(
+            round=self.round + 1,
+            steps=self.steps,
+            steps_behind=self.course.num_steps,
+            tally=self._tally,
+            updates=self._num_updates(),
+            period=None if isinstance(self.config.sync_every, int) else self.course.period,
+        )
+
+    def _take_in(self, untouched: bool = False) -> Border | None:
+        """Waits for the averaging that was started first, and gives the model its outcome."""
+        assert self.overlap is not None
+        started = time.perf_counter()
+        landed = self.overlap.land(untouched)
+        self._tally.taken_in_seconds += time.perf_counter() - started
+        if landed is None:
+            return None
+        border, drift = landed
+        if self.config.sync_every == "drift":
+            # A group alone, the others left out after a fault or without weight, is at no distance from itself.
+            known = drift if sum(weight > 0 for weight in border.metrics.weights) > 1 else None
+            self.course.end(MeasuredRound(border.metrics.steps, 0.0, 0.0, known), agreed=True)
+        return border
+
+    def _drain(self) -> tuple[list[Border], bool]:
+        """
+        Takes in all that is in flight, in the order in which it was started, which is the same on all ranks.
+
+        Returns:
+            `tuple[list[Border], bool]`: What rounds came to by it, and whether all groups hold one model then.
+        """
+        overlap = self.overlap
+        if overlap is None:
+            return [], False
+        untouched = self.steps == 0 and self.num_optimizer_steps == 0 and len(overlap.fragments) == 1
+        is_border = untouched and overlap.in_flight
+        borders = []
+        while overlap.in_flight:
+            borders.append(self._take_in(untouched))
+        overlap.begin_anew()
+        return [border for border in borders if border is not None], is_border

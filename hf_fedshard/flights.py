@@ -1,0 +1,138 @@
+"""Averagings that are in flight: what is known when one starts, and what comes back."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from .closing import Rows
+from .held import Held
+from .metrics import Tally
+from .outcome import Exchanged
+from .snapshots import Snapshot
+
+
+@dataclass(frozen=True)
+class Span:
+    """
+    What a rank has counted when an exchange starts.
+
+    Args:
+        round (`int`):
+            Number of the round, counted from 1.
+        steps (`int`):
+            Optimizer steps since it began.
+        steps_behind (`int`):
+            Those of the whole run.
+        tally ([`Tally`]):
+            Of the round so far.
+        updates (`float`):
+            Steps that an optimizer made.
+        period (`int`, *optional*):
+            For the metrics: the period of the round, where it is no fixed one.
+    """
+
+    round: int
+    steps: int
+    steps_behind: int
+    tally: Tally
+    updates: float
+    period: int | None
+
+
+@dataclass(frozen=True)
+class Landed:
+    """
+    What the thread of the slow tier hands back.
+
+    Args:
+        rows (`Mapping[str, list[float]]`):
+            What all groups said.
+        held ([`Held`]):
+            The averages, or the pseudo-gradients.
+        found ([`Exchanged`]):
+            What is left to be done.
+        excluded (`tuple[int, ...]`):
+            Groups that were left out.
+        drift (`float`):
+            The same bits on all ranks, where the period follows it.
+        seconds (`float`):
+            Time of the exchange on this rank.
+    """
+
+    rows: Rows
+    held: Held
+    found: Exchanged
+    excluded: tuple[int, ...]
+    drift: float
+    seconds: float
+
+
+@dataclass
+class Flight:
+    """
+    An exchange that was started and whose outcome is not in the model yet.
+
+    Args:
+        fragment (`int`):
+            Number of the fragment.
+        span ([`Span`]):
+            What was counted when it started.
+        due (`int`):
+            Optimizer steps of the run behind when its outcome is to be taken in.
+        snapshot ([`Snapshot`]):
+            What is exchanged.
+        started_seconds (`float`):
+            Time that the start took.
+        seconds (`float`):
+            Time of the round when it started.
+        votes (`tuple[str, ...]`):
+            Names of the requests that ride on it.
+        sums (`tuple[str, ...]`):
+            Names of the numbers that do.
+        future (`Future`):
+            Of the exchange.
+    """
+
+    fragment: int
+    span: Span
+    due: int
+    snapshot: Snapshot
+    started_seconds: float
+    seconds: float
+    votes: tuple[str, ...]
+    sums: tuple[str, ...]
+    future: Future[Landed]
+
+
+@dataclass
+class RoundSums:
+    """What the fragments of a round have come to so far; sums of what [`RoundMetrics`] and [`Exchanged`] say of each."""
+
+    sync_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
+    bytes_sent: int = 0
+    squared_drift: float = 0.0
+    squared_norm: float = 0.0
+    squared_gradient: float = 0.0
+
+    def add(self, flight: Flight, landed: Landed, group: int, sync_seconds: float) -> None:
+        """
+        Adds a fragment.
+
+        Args:
+            flight ([`Flight`]):
+                Its exchange.
+            landed ([`Landed`]):
+                What came back.
+            group (`int`):
+                This rank's.
+            sync_seconds (`float`):
+                How long the steps stood still for it.
+        """
+        self.sync_seconds += sync_seconds
+        self.overlapped_seconds += landed.seconds
+        self.bytes_sent += int(landed.rows["slow_bytes"][group])
+        self.squared_drift += landed.found.squared_drift
+        self.squared_norm += landed.found.squared_norm
+        self.squared_gradient += landed.found.pseudo_gradient_norm**2

@@ -1,0 +1,316 @@
+"""
+Averaging beside the training steps: what was a snapshot at the end of one step is exchanged while the next steps are made,
+and its outcome is given to the model some steps later.
+
+Order, and why nothing can deadlock. All ranks start the same exchanges after the same steps, since that depends on numbers
+of steps and on values that all have exchanged before; one thread of each rank runs them in this order, on communicators
+that no other thread uses. That thread never waits for the thread that trains. The latter waits for an exchange only where
+its outcome is due, and by then it has started that exchange, and its group's collectives of the step are behind it. So each
+wait is for an exchange that was started earlier on every rank that has come as far, and the groups' steps depend on no
+other group: the earliest exchange that is not over can always go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from .averaging import ModelAverager
+from .closing import Border, check_rows, left_out, make_metrics, make_row
+from .collectives import broadcast
+from .config import FederationConfig
+from .flights import Flight, Landed, RoundSums, Span
+from .fragments import divide, starts, trained_sizes
+from .held import Held
+from .metrics import RoundMetrics, Tally, exchange_rows
+from .outcome import Outcome
+from .slow_tier import SlowTier
+from .snapshots import Snapshot, Snapshots, note_distance
+from .weights import group_weights
+
+
+logger = logging.getLogger(__name__)
+
+
+class OverlappedAveraging:
+    """
+    Starts exchanges and takes in their outcome. With fragments (`num_fragments`) each has its turn in a round.
+
+    The model takes `w + (1 - alpha) (new - snapshot)`, `new` being what the outer step makes of the average: the update of
+    Streaming DiLoCo (arXiv 2501.18512), `alpha w + (1 - alpha) new`, with the steps made since the snapshot added to `new`, so
+    that none of a group's progress is lost. A group whose snapshot was not finite takes `new` as it is.
+
+    Args:
+        averager ([`ModelAverager`]):
+            Of the model, on the slow tier.
+        tier ([`SlowTier`]):
+            The communicators, and the thread.
+        config ([`FederationConfig`]):
+            The settings.
+
+    Raises:
+        ValueError: On every rank, if the model cannot be divided into so many fragments.
+    """
+
+    def __init__(self, averager: ModelAverager, tier: SlowTier, config: FederationConfig) -> None:
+        self.averager = averager
+        self.tier = tier
+        self.config = config
+        self.wants_border = False
+        """Whether the next round has to end with one model, since a rank asks for it or a group has fallen out."""
+        self._snapshots = Snapshots(averager)
+        self._flights: deque[Flight] = deque()
+        self._sums = RoundSums()
+        self._before = (0.0, 0.0, 0.0, 0.0)
+        self._counted: dict[int, tuple[float, ...]] = {}
+        self._failure: BaseException | None = None
+        self.fragments: list[frozenset[str] | None] = [None]
+        if config.num_fragments > 1:
+            sizes = trained_sizes(averager.model, averager.averaged_shards())
+            self.fragments = [*divide(sizes, config.num_fragments)]
+        # What another federation on this tier has left in flight ends first: the thread that trains uses it at borders.
+        tier.worker.submit(lambda: None).result()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the outcome of an exchange is not in the model yet."""
+        return bool(self._flights)
+
+    def raise_failure(self) -> None:
+        """Raises what an exchange has failed with on this rank, at the first step after it."""
+        if self._failure is not None:
+            raise self._failure
+
+    def fragment_due(self, steps: int, period: int) -> int | None:
+        """
+        Which fragment's exchange starts after a step of a round.
+
+        Args:
+            steps (`int`):
+                Steps of the round so far.
+            period (`int`):
+                Its H.
+
+        Returns:
+            `int` or `None`: Number of the fragment, the last one at the end of the round.
+        """
+        places = starts(period, len(self.fragments))
+        return places.index(steps) if steps in places else None
+
+    def start(
+        self, fragment: int, span: Span, votes: Mapping[str, bool], sums: Mapping[str, float], bytes_besides: int = 0
+    ) -> None:
+        """
+        Starts the exchange of a fragment, without communication in this thread.
+
+        Args:
+            fragment (`int`):
+                Its number; all ranks start the same ones in the same order.
+            span ([`Span`]):
+                What was counted.
+            votes (`Mapping[str, bool]`):
+                Requests of this rank, under the same names on all ranks. If any rank has one, the next round ends with a full
+                border.
+            sums (`Mapping[str, float]`):
+                Numbers of this rank to be summed over all ranks.
+            bytes_besides (`int`, defaults to `0`):
+                Bytes sent to other groups in the round in other ways.
+        """
+        started = time.perf_counter()
+        seconds = span.tally.own_seconds()
+        tally, updates = self._window(fragment, span)
+        last = fragment == len(self.fragments) - 1
+        snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
+        more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
+        more |= {f"sum/{name}": value for name, value in sums.items()}
+        bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
+
+        def exchange() -> Landed:
+            try:
+                self.raise_failure()  # the peers have failed too, or are about to
+                return self._exchange(
+                    snapshot, dataclasses.replace(span, tally=tally, updates=updates), seconds, bytes_sent, more
+                )
+            except BaseException as error:
+                self._failure = error
+                raise
+
+        future = self.tier.worker.submit(exchange)
+        flight = Flight(
+            fragment=fragment,
+            span=span,
+            due=span.steps_behind + self.config.overlap_steps,
+            snapshot=snapshot,
+            started_seconds=time.perf_counter() - started,
+            seconds=span.tally.seconds(),
+            votes=tuple(votes),
+            sums=tuple(sums),
+            future=future,
+        )
+        self._flights.append(flight)
+
+    def _exchange(
+        self, snapshot: Snapshot, span: Span, seconds: float, bytes_sent: int, more: Mapping[str, float]
+    ) -> Landed:
+        """
+        In the thread of the slow tier, collective over the world. Order on every rank: the rows, so that a group that has
+        fallen out is known; weights, if a function gives them; what [`ModelAverager.exchange`] does; rank 0's drift, where
+        the period follows it.
+        """
+        started = time.perf_counter()
+        tier, averager = self.tier, self.averager
+        if snapshot.ready is not None:
+            if tier.device.type == "cpu":
+                snapshot.ready.synchronize()
+            else:
+                snapshot.ready.wait(torch.accelerator.current_stream())
+        held = snapshot.hold()
+        row = make_row(held, span.tally, span.steps, span.updates, seconds, bytes_sent, tier.layout.group_size)
+        rows, _ = exchange_rows({**row, **more}, tier)
+        check_rows(rows, held, span.round)
+        excluded = left_out(rows)
+        weights = group_weights(self.config.group_weights, rows, excluded, tier)
+        found = averager.exchange(held, weights, with_moments=False)
+        drift = found.drift
+        if self.config.sync_every == "drift":
+            measured = torch.tensor(drift, dtype=torch.float64, device=tier.device)
+            # Inside each group from its first rank, then from group 0: all get rank 0's.
+            broadcast(measured, tier.group)
+            broadcast(measured, tier.fed)
+            drift = float(measured)
+        if averager.outer.optimizer is None:
+            note_distance(held, snapshot)
+        if tier.device.type != "cpu":
+            # The other thread then needs no more than this one's word for it.
+            torch.accelerator.current_stream().synchronize()
+        return Landed(rows, held, found, excluded, drift, time.perf_counter() - started)
+
+    def is_due(self, steps_behind: int) -> bool:
+        """
+        Whether the outcome of an exchange is due.
+
+        Args:
+            steps_behind (`int`):
+                Optimizer steps of the run.
+        """
+        return bool(self._flights) and self._flights[0].due <= steps_behind
+
+    def land(self, untouched: bool = False) -> tuple[Border, float] | None:
+        """
+        Waits for the exchange that was started first and gives its outcome to the model. All ranks do it after the same step.
+
+        Args:
+            untouched (`bool`, defaults to `False`):
+                Whether no step was begun since the snapshot of the whole model: the model is then the average, bit for bit.
+
+        Returns:
+            `tuple[Border, float]` or `None`: What the round measured and its drift for the next period, where this was its
+            last fragment.
+        """
+        flight = self._flights[0]
+        started = time.perf_counter()
+        landed = flight.future.result()
+        self._flights.popleft()
+        last = flight.fragment == len(self.fragments) - 1
+        outcome: list[Outcome] = []
+
+        def settle(held: Held) -> None:
+            names = self.fragments[flight.fragment]
+            outcome.append(self.averager.settle(held, landed.found, landed.excluded, names, last))
+
+        left = self.tier.group_index in landed.excluded
+        share = 1.0 - self.config.overlap_alpha
+        self._snapshots.put(landed.held, flight.snapshot, share, left or untouched, settle)
+        if any(any(landed.rows[f"vote/{name}"]) for name in flight.votes):
+            self.wants_border = True
+        if landed.excluded and len(self.fragments) > 1:
+            # Its other fragments are not finite either, and would spoil this one in the next step.
+            self.wants_border = True
+        sync_seconds = flight.started_seconds + time.perf_counter() - started
+        self._sums.add(flight, landed, self.tier.group_index, sync_seconds)
+        if not last:
+            return None
+        sums, self._sums = self._sums, RoundSums()
+        border = Border(
+            self._metrics(flight, landed, outcome[0], sums),
+            {name: any(landed.rows[f"vote/{name}"]) for name in flight.votes},
+            {name: sum(landed.rows[f"sum/{name}"]) for name in flight.sums},
+        )
+        return border, landed.drift
+
+    def _metrics(self, flight: Flight, landed: Landed, outcome: Outcome, sums: RoundSums) -> RoundMetrics:
+        metrics = make_metrics(
+            landed.rows,
+            self.tier,
+            outcome,
+            round=flight.span.round,
+            steps=flight.span.steps,
+            seconds=flight.seconds,
+            wait_seconds=0.0,
+            sync_seconds=sums.sync_seconds,
+            period=flight.span.period,
+            synchronous=False,
+        )
+        drift = (sums.squared_drift / sums.squared_norm) ** 0.5 if sums.squared_norm > 0 else 0.0
+        norm = None if metrics.pseudo_gradient_norm is None else sums.squared_gradient**0.5
+        return dataclasses.replace(
+            metrics,
+            overlapped_seconds=sums.overlapped_seconds,
+            bytes_sent=sums.bytes_sent,
+            drift=drift,
+            pseudo_gradient_norm=norm,
+        )
+
+    def _window(self, fragment: int, span: Span) -> tuple[Tally, float]:
+        """What was counted since the last exchange of a fragment, which for the last one and for a whole model is the round."""
+        tally, last = span.tally, fragment == len(self.fragments) - 1
+        if len(self.fragments) == 1:
+            return tally, span.updates
+        counts = (tally.tokens, tally.labels, tally.samples, span.updates)
+        now = tuple(before + count for before, count in zip(self._before, counts, strict=True))
+        tokens, labels, samples, updates = (
+            total - counted for total, counted in zip(now, self._counted.get(fragment, (0.0,) * 4), strict=True)
+        )
+        self._counted[fragment] = now
+        if last:
+            self._before = now  # type: ignore[assignment]
+            return tally, span.updates
+        return dataclasses.replace(tally, tokens=tokens, labels=labels, samples=samples), updates
+
+    def begin_anew(self) -> None:
+        """Told of a border with nothing in flight: all fragments begin with it."""
+        assert not self._flights
+        self.wants_border = False
+        self._sums = RoundSums()
+        self._before = (0.0, 0.0, 0.0, 0.0)
+        self._counted.clear()
+
+    def discard(self) -> None:
+        """Waits for what is in flight and forgets it: the model was replaced. Collective over the world."""
+        while self._flights:
+            self._flights.popleft().future.exception()
+        self.begin_anew()
+
+    def abandon(self) -> None:
+        """Forgets what is in flight, without waiting for it."""
+        self._flights.clear()
+        self._snapshots.drop()
+
+
+def describe(config: FederationConfig) -> str:
+    """
+    The overlap in words, for a log; empty without one.
+
+    Args:
+        config ([`FederationConfig`]):
+            The settings.
+    """
+    if not config.overlap_steps:
+        return ""
+    fragments = f" in {config.num_fragments} fragments" if config.num_fragments > 1 else ""
+    return f", beside the steps{fragments}, each outcome {config.overlap_steps} steps later"

@@ -1,0 +1,163 @@
+"""Averaging beside the steps against a simulation of it on whole models, in FL+FSDP and FL+HSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fedshard.fragments import divide
+from tests.harness.overlap_runs import block_net, make_mesh, refer, run_case, run_cases
+from tests.harness.pool import WorkerPool
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def server_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+# Settings, borders on demand, and what the reference is told. 11 steps.
+CASES: dict[str, tuple[dict[str, Any], Collection[int], dict[str, Any]]] = {
+    "one step": ({"sync_every": 3, "overlap_steps": 1}, (), {"periods": [3], "delay": 1}),
+    "two steps": ({"sync_every": 3, "overlap_steps": 2}, (6,), {"periods": [3], "delay": 2}),
+    "inside": ({"sync_every": 4, "overlap_steps": 2}, (5, 9), {"periods": [4], "delay": 2}),
+    "a whole period": ({"sync_every": 3, "overlap_steps": 3}, (7,), {"periods": [3], "delay": 3}),
+    "alpha": (
+        {"sync_every": 4, "overlap_steps": 1, "overlap_alpha": 0.5},
+        (9,),
+        {"periods": [4], "delay": 1, "alpha": 0.5},
+    ),
+    "weights": (
+        {"sync_every": 4, "overlap_steps": 3, "group_weights": "samples"},
+        (),
+        {"periods": [4], "delay": 3, "weighted": True},
+    ),
+    "list": ({"sync_every": "2x2,4", "overlap_steps": 1}, (), {"periods": [2, 2, 4], "delay": 1}),
+    "nesterov": (
+        {"sync_every": 3, "overlap_steps": 2, "outer_optimizer": "nesterov"},
+        (7,),
+        {"periods": [3], "delay": 2, "outer": nesterov},
+    ),
+    "fragments": (
+        {"sync_every": 4, "overlap_steps": 1, "num_fragments": 2},
+        (),
+        {"periods": [4], "delay": 1, "fragments": 2},
+    ),
+    "several in flight": (
+        {"sync_every": 4, "overlap_steps": 4, "num_fragments": 3},
+        (5, 7),
+        {"periods": [4], "delay": 4, "fragments": 3},
+    ),
+    "fragments with all": (
+        {
+            "sync_every": 4,
+            "overlap_steps": 2,
+            "num_fragments": 4,
+            "outer_optimizer": "AdamW",
+            "outer_learning_rate": 0.02,
+            "group_weights": "samples",
+            "overlap_alpha": 0.25,
+        },
+        (6,),
+        {"periods": [4], "delay": 2, "fragments": 4, "outer": server_adam, "weighted": True, "alpha": 0.25},
+    ),
+}
+HYBRID = ("two steps", "fragments with all")
+
+
+def expected(name: str, num_ranks: int, **changes: Any) -> list[dict[str, torch.Tensor]]:
+    _, borders, told = CASES[name]
+    told = {**told, **changes}
+    if "fragments" in told:
+        sizes = {name: param.numel() for name, param in block_net().named_parameters()}
+        told["fragments"] = divide(sizes, told["fragments"])
+    return refer(num_ranks, borders=borders, **told)
+
+
+def assert_reference(ranks: list[dict[str, Any]], states: list[dict[str, torch.Tensor]], tolerance: float) -> None:
+    size, error = len(ranks) // 2, 0.0
+    for number, rank in enumerate(ranks):
+        assert len(rank["borders"]) == len(states)
+        for state, first, reference in zip(rank["borders"], ranks[0]["borders"], states, strict=True):
+            for name, tensor in reference.items():
+                assert torch.equal(state[name], first[name]), name
+                error = max(error, (state[name] - tensor).abs().max().item())
+        # Inside a round the ranks of a group are bit for bit together, and the groups are not.
+        for state, own, other in zip(
+            rank["groups"],
+            ranks[number // size * size]["groups"],
+            ranks[(number + size) % len(ranks)]["groups"],
+            strict=True,
+        ):
+            assert all(torch.equal(tensor, own[name]) for name, tensor in state.items())
+            assert any(not torch.equal(tensor, other[name]) for name, tensor in state.items())
+    print(f"largest difference {error:.1e}")
+    assert error < tolerance
+
+
+@pytest.fixture(scope="module")
+def flat(world4: WorkerPool) -> list[dict[str, dict[str, Any]]]:
+    return world4.run(run_cases, {name: case[:2] for name, case in CASES.items()}, limit_seconds=300)
+
+
+@pytest.fixture(scope="module")
+def hybrid(world8: WorkerPool) -> list[dict[str, dict[str, Any]]]:
+    return world8.run(run_cases, {name: CASES[name][:2] for name in HYBRID}, limit_seconds=300)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fl_fsdp_is_the_reference(flat: list[dict[str, dict[str, Any]]], name: str) -> None:
+    assert_reference([rank[name] for rank in flat], expected(name, 4), 1e-12)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_fl_hsdp_is_the_reference(hybrid: list[dict[str, dict[str, Any]]], name: str) -> None:
+    assert_reference([rank[name] for rank in hybrid], expected(name, 8), 1e-12)
+
+
+def test_metrics_of_every_round_come_once(flat: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in flat:
+        for name, run in rank.items():
+            numbers = [metrics.round for metrics in run["metrics"]]
+            assert numbers == list(range(1, len(numbers) + 1)), name
+        beside = [metrics for metrics in rank["one step"]["metrics"] if metrics.overlapped_seconds is not None]
+        assert len(beside) == 3  # the last round is short, and closed
+        assert all(metrics.steps == 3 and metrics.drift > 0 and metrics.losses[1] > 0 for metrics in beside)
+        assert "fedshard/overlapped_seconds" in beside[0].as_logs()
+        elements = sum(param.numel() for param in block_net().parameters())
+        assert beside[0].bytes_sent == 8 * elements
+        # All fragments together send the model once.
+        assert rank["fragments"]["metrics"][0].bytes_sent == 8 * elements
+
+
+def run_single(settings: dict[str, Any]) -> dict[str, Any]:
+    return run_case(make_mesh(), {"dtype": torch.float32, **settings})
+
+
+def test_single_precision(world4: WorkerPool) -> None:
+    ranks = world4.run(run_single, CASES["one step"][0], limit_seconds=120)
+    assert_reference(ranks, expected("one step", 4, dtype=torch.float32), 1e-4)
+
+
+def blocking() -> Any:
+    """The same run four times: as ever; on communicators of its own; and in flight, but waited for at once."""
+    plain, tier = make_mesh(with_slow_tier=False), make_mesh()
+    settings = {"dtype": torch.float32, "sync_every": 3, "outer_optimizer": "nesterov"}
+    beside = {**settings, "overlap_steps": 2}
+    return [
+        run_case(plain, settings)["borders"][-1],
+        run_case(make_mesh(False, "gloo"), settings)["borders"][-1],
+        run_case(tier, settings)["borders"][-1],
+        run_case(tier, beside, borders=(3, 6, 9))["borders"][-1],
+    ]
+
+
+def test_no_delay_is_blocking_bit_for_bit(world4: WorkerPool) -> None:
+    for runs in world4.run(blocking, limit_seconds=120):
+        for other in runs[1:]:
+            assert all(torch.equal(tensor, runs[0][name]) for name, tensor in other.items())
