@@ -23,7 +23,7 @@ def test_processes_end_in_order(root: Path, ending: str) -> None:
         env=child_env({"OMP_NUM_THREADS": "1"}),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     print(done.stderr[-3000:])
     if ending != "error":
