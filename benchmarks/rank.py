@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ def main() -> None:
     baseline_bytes = resident_bytes()
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # A step of FSDP2 over the slowest link takes seconds; a rank that is gone should not be waited for half an hour.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     workload = Workload(**job.workload)
     link = None if job.link is None else Link(tuple(job.link["names"]), tuple(job.link["interfaces"]))
     blocks = load_blocks(Path(job.folder) / "blocks.pt", workload)
