@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -239,6 +240,8 @@ def main() -> None:
         for variant in VARIANTS.values():
             print(f"{variant.name:18} {variant.label:32} {unavailable(variant) or 'available'}")
         return
+    # Ranks and namespaces are taken down also where a time limit ends the run.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     Benchmark(parse_arguments(words)).run()
 
 
