@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # One version, in a call of its own: given a range, pip would fetch gigabytes of CUDA libraries to find the newest one.
 TORCH := $(shell grep -E '^torch==' constraints.txt)
-CHECKED := hf_fedshard recipes tests
+CHECKED := hf_fedshard recipes benchmarks tests
 
 DEMO_CONFIG := accelerate_configs/cpu_fl_fsdp_4proc.yaml
 DEMO_OUTPUT := runs/demo
@@ -49,4 +49,4 @@ style: $(STAMP) ## Rewrite the code in the project's format
 
 clean: ## Remove the virtual environment, caches and run outputs
 	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache
-	find hf_fedshard recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +

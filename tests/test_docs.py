@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 import yaml
 
+from benchmarks.report import make_parser as make_report_parser
+from benchmarks.two_tier import make_parser as make_benchmark_parser
 from hf_fedshard import FederationConfig
 from hf_fedshard.export import make_parser
 from hf_fedshard.run import make_parser as make_run_parser
@@ -31,6 +33,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "recipes").rglob("README.md")),
     ROOT / "accelerate_configs" / "README.md",
+    ROOT / "benchmarks" / "README.md",
 ]
 # What a user's script has before the block: placeholders of commands, objects of scripts.
 PLACEHOLDERS = {"<0 to 127>": "0", "<address of node 0>": "10.0.0.1"}
@@ -93,6 +96,10 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         _check_launch(words[2:])
     elif words[:3] == ["python", "-m", "hf_fedshard.export"]:
         make_parser().parse_args(words[3:])
+    elif words[:3] == ["python", "-m", "benchmarks.two_tier"]:
+        make_benchmark_parser().parse_args(words[3:])
+    elif words[:3] == ["python", "-m", "benchmarks.report"]:
+        make_report_parser().parse_args(words[3:])
     elif words[0] == "python":
         _check_script(words[1], words[2:])
     elif words[0] in ("sbatch", "recipes/launch/ssh.sh"):

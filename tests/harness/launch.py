@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import processes
+from benchmarks.processes import kill_tree
+
 from .environment import SERVER_ENV
+
+
+__all__ = [
+    "LaunchResult",
+    "accelerate_launch",
+    "child_env",
+    "free_port",
+    "kill_tree",
+    "launch_command",
+    "run_tree",
+    "start_tree",
+]
 
 
 @dataclass(frozen=True)
@@ -148,45 +161,14 @@ def start_tree(
         log (`int`):
             File descriptor that takes stdout and stderr.
         env (`dict[str, str]`, *optional*):
-            Variables to add to the environment.
+            Variables to add to the environment of [`child_env`].
         cwd (`Path` or `str`, *optional*):
             Working directory.
 
     Returns:
         `subprocess.Popen`: The process.
     """
-    return subprocess.Popen(
-        list(command),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=child_env(env),
-        cwd=cwd,
-        start_new_session=True,
-    )
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """
-    Kills a process of [`start_tree`] and all its descendants. Ranks started by torchrun lead sessions of their own, so
-    the process group of the launcher is not enough.
-
-    Args:
-        process (`subprocess.Popen`):
-            The process.
-    """
-    import psutil
-
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for child in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    process.wait()
+    return processes.start_tree(command, log, child_env(env), cwd)
 
 
 def run_tree(

@@ -1,0 +1,102 @@
+"""Results on disk: one JSON object a line, so that a run that is broken off goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .workload import Workload
+
+
+@dataclass(frozen=True)
+class Records:
+    """
+    The files of one output folder.
+
+    Args:
+        folder (`Path`):
+            The folder.
+    """
+
+    folder: Path
+
+    def append(self, part: str, record: dict[str, Any]) -> None:
+        """
+        Adds a record.
+
+        Args:
+            part (`str`):
+                `"turns"`, `"learning"`, `"memory"` or `"own_time"`.
+            record (`dict[str, Any]`):
+                Fit for JSON.
+        """
+        with (self.folder / f"{part}.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read(self, part: str) -> list[dict[str, Any]]:
+        """
+        Reads all records of a part.
+
+        Args:
+            part (`str`):
+                See [`~Records.append`].
+
+        Returns:
+            `list[dict[str, Any]]`: In the order in which they were made. A line that was cut off by a crash is left out.
+        """
+        path = self.folder / f"{part}.jsonl"
+        if not path.exists():
+            return []
+        records = []
+        for line in path.read_text().splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return records
+
+    def check_workload(self, workload: Workload) -> None:
+        """
+        Notes what is trained, so that figures of two workloads do not meet in one folder.
+
+        Args:
+            workload ([`Workload`]):
+                What is trained.
+
+        Raises:
+            ValueError: If the folder holds figures of another one.
+        """
+        path = self.folder / "workload.json"
+        now = asdict(workload)
+        if not path.exists():
+            path.write_text(json.dumps(now, indent=2))
+            return
+        before = json.loads(path.read_text())
+        changed = [f"{name} {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
+        if changed:
+            raise ValueError(
+                f"{self.folder} holds figures of another workload ({', '.join(changed)}). Take another --output_dir."
+            )
+
+
+def rounds_done(turns: list[dict[str, Any]], shape: str, rate: int, variant: str) -> int:
+    """
+    How many rounds of a variant were measured.
+
+    Args:
+        turns (`list[dict[str, Any]]`):
+            Records of turns.
+        shape (`str`):
+            Shape of the world.
+        rate (`int`):
+            Mbit/s.
+        variant (`str`):
+            Name.
+    """
+    return sum(
+        len(turn["tokens_per_second"])
+        for turn in turns
+        if (turn["shape"], turn["rate"], turn["variant"]) == (shape, rate, variant)
+    )

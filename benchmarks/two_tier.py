@@ -1,0 +1,249 @@
+"""
+Measures on a two-tier network, and writes tables, JSON and plots:
+
+    python -m benchmarks.two_tier --output_dir runs/benchmark
+
+Root is needed for network namespaces alone; `--plain` does without, and without a slow link. What an output folder holds
+already is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from .launcher import run_side_by_side, run_world
+from .network import NUM_NODES, TwoTierNetwork, unavailable_reason
+from .records import Records
+from .variants import CEILING, RATES, SHAPES, VARIANTS, choose, unavailable
+from .workload import ROOT, Workload
+
+
+PARTS = ("turns", "learning", "memory", "own_time", "report")
+PLAIN_RATE = 0
+LEARNING = {"fsdp": 1, "fp32": 2, "int8": 2, "int4": 2, "fp32_overlap": 2, "int8_overlap": 2, "int4_overlap": 2}
+"""Variants of the learning part, and how often they make `--learning_steps`: a group's step has half of the tokens."""
+OWN_TIME_CONFIG = ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """
+    Returns:
+        `argparse.ArgumentParser`: Of the command line.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.two_tier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--output_dir", type=Path, required=True, help="Folder of the results; goes on with what it holds.")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="What to measure. Default: everything.")
+    add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="Nodes x ranks in a node.")
+    add("--rates", nargs="+", type=int, default=list(RATES), help="Mbit/s of the link. Default: %(default)s.")
+    add("--variants", nargs="+", metavar="NAME", help=f"Default: those that the table lists. {', '.join(VARIANTS)}.")
+    add("--rounds", type=int, default=7, help="Least number of rounds of each variant. Default: %(default)s.")
+    add("--rounds_per_turn", type=int, default=2, help="Rounds before the next one's turn. Default: %(default)s.")
+    add(
+        "--turn_seconds",
+        type=float,
+        default=4.0,
+        help="Length of a turn of DDP, FSDP2 and HSDP. Default: %(default)s.",
+    )
+    add("--learning_steps", type=int, default=128, help="Steps of FSDP2 in the learning part. Default: %(default)s.")
+    add("--eval_every", type=int, default=16, help="Steps between two evaluations there. Default: %(default)s.")
+    add("--plain", action="store_true", help="Without namespaces, root and slow link.")
+    add("--list", action="store_true", help="List the variants and whether they are available, and end.")
+    group = parser.add_argument_group("workload", "What is trained.")
+    for item in fields(Workload):
+        group.add_argument(f"--{item.name}", type=type(item.default), default=item.default, help="%(default)s")
+    return parser
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """
+    Parses and checks the command line.
+
+    Args:
+        words (`Sequence[str]`, *optional*):
+            In place of that of the process.
+
+    Returns:
+        `argparse.Namespace`: The arguments. Ends with a message where one is out of its range.
+    """
+    parser = make_parser()
+    args = parser.parse_args(words)
+    for name in ("rounds", "rounds_per_turn", "learning_steps", "eval_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is at least 1, got {getattr(args, name)}.")
+    if args.turn_seconds <= 0:
+        parser.error(f"--turn_seconds is positive, got {args.turn_seconds}.")
+    if args.eval_every % args.sync_every:
+        parser.error(f"--eval_every={args.eval_every} is no multiple of --sync_every={args.sync_every}: not a border.")
+    for rate in args.rates:
+        if rate < 1:
+            parser.error(f"--rates are Mbit/s of at least 1, got {rate}.")
+    try:
+        choose(args.variants, "2x2", 50)
+    except ValueError as error:
+        parser.error(f"--variants: {error}")
+    if not args.plain and set(args.parts) & {"turns", "learning"}:
+        reason = unavailable_reason()
+        if reason is not None:
+            parser.error(f"{reason}. With --plain it runs without a slow link.")
+    if args.plain:
+        args.rates = [PLAIN_RATE]
+    return args
+
+
+class Benchmark:
+    """
+    One run of the benchmark.
+
+    Args:
+        args (`argparse.Namespace`):
+            From [`parse_arguments`].
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.folder: Path = args.output_dir.resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.records = Records(self.folder)
+        self.workload = Workload(**{item.name: getattr(args, item.name) for item in fields(Workload)})
+        self.records.check_workload(self.workload)
+        self.session = time.strftime("%Y-%m-%dT%H:%M:%S")
+
+    def run(self) -> None:
+        """Everything that was asked for, each part by itself."""
+        self._note_session()
+        prepare = [sys.executable, "-m", "benchmarks.prepare", str(self.folder)]
+        run_side_by_side([(prepare, {})], self._log("prepare"))
+        for part in PARTS[:-1]:
+            if part in self.args.parts:
+                started = time.perf_counter()
+                getattr(self, f"_{part}")()
+                print(f"{part}: {time.perf_counter() - started:.0f} s", flush=True)
+        if "report" in self.args.parts:
+            from .report import write_report
+
+            write_report(self.folder)
+
+    def _note_session(self) -> None:
+        import accelerate
+        import torch
+        import transformers
+
+        about = {
+            "session": self.session,
+            "command": " ".join(["python -m benchmarks.two_tier", *sys.argv[1:]]),
+            "plain": self.args.plain,
+            "num_cores": os.cpu_count(),
+            "machine": f"{platform.system()} {platform.release()}, {platform.machine()}",
+            "load": os.getloadavg(),
+            "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
+        }
+        self.records.append("sessions", about)
+
+    def _variants(self, shape: str, rate: int) -> list[str]:
+        """Names that can be measured; the others are noted with the reason."""
+        names = []
+        # A plain run stands for no rate; it takes what the slowest one has.
+        for variant in choose(self.args.variants, shape, rate or min(RATES)):
+            reason = unavailable(variant)
+            if reason is None:
+                names.append(variant.name)
+            else:
+                print(f"{variant.name} is not available: {reason}", flush=True)
+                self.records.append("unavailable", {"variant": variant.name, "reason": reason})
+        return names
+
+    def _job(
+        self, task: str, shape: str, blocks: dict[str, list[str]], network: TwoTierNetwork | None
+    ) -> dict[str, Any]:
+        return {
+            "task": task,
+            "shape": shape,
+            "folder": str(self.folder),
+            "session": self.session,
+            "workload": asdict(self.workload),
+            "blocks": blocks,
+            "num_rounds": self.args.rounds,
+            "rounds_per_turn": self.args.rounds_per_turn,
+            "turn_seconds": self.args.turn_seconds,
+            "eval_every": self.args.eval_every,
+            "link": None if network is None else dataclasses.asdict(network.link),
+            "addresses": ["127.0.0.1"] * NUM_NODES if network is None else network.addresses,
+        }
+
+    def _run_world(self, job: dict[str, Any], network: TwoTierNetwork | None) -> None:
+        file = self.folder / f"job_{job['task']}.json"
+        file.write_text(json.dumps(job, indent=2))
+        num_processes = NUM_NODES * SHAPES[job["shape"]]
+        run_world(network, num_processes, ["benchmarks.rank", str(file)], self._log(job["task"]))
+
+    def _turns(self) -> None:
+        for shape in self.args.shapes:
+            blocks = {str(rate): self._variants(shape, rate) for rate in self.args.rates}
+            blocks = {rate: names for rate, names in blocks.items() if names != [CEILING]}
+            if blocks:
+                with ExitStack() as stack:
+                    network = None if self.args.plain else stack.enter_context(TwoTierNetwork(rate="20gbit"))
+                    self._run_world(self._job("turns", shape, blocks, network), network)
+
+    def _learning(self) -> None:
+        done = {record["variant"] for record in self.records.read("learning")}
+        chosen = [name for name in self._variants("2x2", 0) if name in LEARNING and name not in done]
+        if not chosen:
+            return
+        job = self._job("learning", "2x2", {}, None)
+        job["learning_steps"] = {name: LEARNING[name] * self.args.learning_steps for name in chosen}
+        # No slow link: the loss after a step depends on none.
+        self._run_world(job, None)
+
+    def _memory(self) -> None:
+        done = {(record["shape"], record["variant"]) for record in self.records.read("memory")}
+        for shape in self.args.shapes:
+            for name in self._variants(shape, 0):
+                if (shape, name) not in done:
+                    self._run_world(self._job("memory", shape, {"0": [name]}, None), None)
+
+    def _own_time(self) -> None:
+        done = {record["way"] for record in self.records.read("own_time")}
+        for way in ("Trainer", "loop"):
+            if way in done:
+                continue
+            file = self.folder / "job_own_time.json"
+            job = {"way": way, "folder": str(self.folder), "session": self.session, "workload": asdict(self.workload)}
+            file.write_text(json.dumps(job))
+            launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(OWN_TIME_CONFIG)]
+            command = [*launch, "--main_process_port", "0", "-m", "benchmarks.own_time", str(file)]
+            run_side_by_side([(command, {})], self._log("own_time"))
+
+    def _log(self, part: str) -> Path:
+        return self.folder / f"{part}.log"
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    words = sys.argv[1:]
+    if "--list" in words:
+        for variant in VARIANTS.values():
+            print(f"{variant.name:18} {variant.label:32} {unavailable(variant) or 'available'}")
+        return
+    # Ranks and namespaces are taken down also where a time limit ends the run.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    Benchmark(parse_arguments(words)).run()
+
+
+if __name__ == "__main__":
+    main()
