@@ -152,6 +152,7 @@ class Progress:
         self._told = time.perf_counter()
 
     def __call__(self, step: int, loss: float) -> None:
+        """Told the number of steps behind and the loss of the last one."""
         now = time.perf_counter()
         if now - self._told >= self.every_seconds and sys.stderr.isatty():
             self._told = now
