@@ -101,9 +101,11 @@ class Simulation:
         for group in simulation.groups:  # one after another
             loss = group.model(**next(batches)).loss
             loss.backward()
+            group.count_step(loss)
+        simulation.average_gradients()  # where the step is synchronous
+        for group in simulation.groups:
             group.optimizer.step()
             group.optimizer.zero_grad()
-            group.count_step(loss)
         metrics = simulation.step()  # those of a round, where one has ended
     simulation.finish()
     ```
