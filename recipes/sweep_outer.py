@@ -99,7 +99,7 @@ def still_to_run(args: SweepArguments) -> list[tuple[str, Setting]]:
             for setting in stage.settings:
                 if setting.key not in done:
                     todo.setdefault(setting.key, (stage.name, setting))
-    return list(todo.values())[: args.max_runs]
+    return list(todo.values())
 
 
 def run_study(args: StudyArguments, data: StudyData | None = None) -> list[Result]:
@@ -115,17 +115,18 @@ def run_study(args: StudyArguments, data: StudyData | None = None) -> list[Resul
     Returns:
         `list[Result]`: Those of this call.
     """
-    todo = still_to_run(args.sweep)
-    print(f"{len(todo)} runs to do", flush=True)
-    if not todo:
-        return []
+    results: list[Result] = []
+    loss = mean_loss
     torch.set_num_threads(args.sweep.num_threads)
-    data = prepare(args.model, args.data, args.sweep.data_seed) if data is None else data
-    loss = torch.compile(mean_loss, dynamic=False) if args.sweep.compile else mean_loss
-    assert args.model.config_name is not None, "a study trains from scratch"
-    results = []
-    for number, (stage, setting) in enumerate(todo, 1):
-        head = f"[{number}/{len(todo)}] {stage}: {describe(setting)}"
+    # Looked up anew after each run: the study may be changed meanwhile.
+    while (todo := still_to_run(args.sweep)) and len(results) != args.sweep.max_runs:
+        if data is None:
+            data = prepare(args.model, args.data, args.sweep.data_seed)
+        if args.sweep.compile and loss is mean_loss:
+            loss = torch.compile(mean_loss, dynamic=False)
+        stage, setting = todo[0]
+        head = f"[{len(todo)} to do] {stage}: {describe(setting)}"
+        assert args.model.config_name is not None, "a study trains from scratch"
         result = Run(setting, data, args.model.config_name, loss).train(Progress(head, setting.max_steps))
         append_result(Path(args.sweep.results), result)
         results.append(result)

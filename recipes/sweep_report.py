@@ -2,8 +2,8 @@
 
     python recipes/sweep_report.py --results docs/data/study-2026-11-30.jsonl --document docs/study.md
 
-A table takes the place between `<!-- table: NAME STEPS -->` and `<!-- end of table -->`; its columns are those of
-[`TABLES`].
+A table takes the place between `<!-- table: NAME STEPS SIZE -->` and `<!-- end of table -->`: one of [`TABLES`], of runs of
+so many steps and models of so many millions of parameters, `runs 400 1M` say.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from transformers import HfArgumentParser
 from sweep_settings import Result, Setting, describe, read_results
 
 
-MARKER = re.compile(r"(<!-- table: ([\w-]+) (\d+) -->\n).*?(<!-- end of table -->)", re.S)
+MARKER = re.compile(r"(<!-- table: ([\w-]+) (\d+) (\d+)M -->\n).*?(<!-- end of table -->)", re.S)
 
 
 @dataclass
@@ -45,18 +45,20 @@ class Row:
     Args:
         setting ([`Setting`]):
             The run, with the default seed.
-        losses (`tuple[float, ...]`):
-            On held-out texts, of each seed; infinite where a run diverged.
+        by_seed (`dict[int, float]`):
+            Loss on held-out texts of each seed; infinite where a run diverged.
         share (`float`):
             Slow-tier bytes relative to those of a synchronous run of this length.
-        num_parameters (`int`):
-            Of the model.
     """
 
     setting: Setting
-    losses: tuple[float, ...]
+    by_seed: dict[int, float]
     share: float
-    num_parameters: int
+
+    @property
+    def losses(self) -> list[float]:
+        """Of all seeds."""
+        return list(self.by_seed.values())
 
     @property
     def loss(self) -> float:
@@ -89,10 +91,9 @@ def merge_seeds(results: Iterable[Result]) -> list[Row]:
         groups.setdefault(without_seed.key, []).append(result)
     rows = []
     for same in groups.values():
-        same.sort(key=lambda result: result.setting.seed)
-        losses = tuple(math.inf if result.eval_loss is None else result.eval_loss for result in same)
+        losses = {r.setting.seed: math.inf if r.eval_loss is None else r.eval_loss for r in same}
         setting = dataclasses.replace(same[0].setting, seed=Setting.seed)
-        rows.append(Row(setting, losses, same[0].share, same[0].num_parameters))
+        rows.append(Row(setting, losses, same[0].share))
     return sorted(rows, key=lambda row: row.loss)
 
 
@@ -115,7 +116,7 @@ def best_synchronous(rows: Sequence[Row]) -> Row:
 
 def above(row: Row, baseline: Row) -> float:
     """
-    How far the loss lies above the baseline's, over the seeds that both have run, relative to it.
+    How far the loss lies above the baseline's, relative to it, over the seeds that both have run, or all if there are none.
 
     Args:
         row ([`Row`]):
@@ -123,9 +124,10 @@ def above(row: Row, baseline: Row) -> float:
         baseline ([`Row`]):
             The tuned synchronous run.
     """
-    number = min(len(row.losses), len(baseline.losses))
-    reference = sum(baseline.losses[:number]) / number
-    return sum(row.losses[:number]) / number / reference - 1
+    both = row.by_seed.keys() & baseline.by_seed.keys()
+    if not both:
+        return row.loss / baseline.loss - 1
+    return sum(row.by_seed[seed] for seed in both) / sum(baseline.by_seed[seed] for seed in both) - 1
 
 
 def front(rows: Sequence[Row], baseline: Row) -> list[Row]:
@@ -214,7 +216,7 @@ def fill(text: str, results: Iterable[Result]) -> str:
         text (`str`):
             The document.
         results (`Iterable[Result]`):
-            All runs. A table takes those of its number of steps.
+            All runs. A table takes those of its number of steps and its size of model.
 
     Returns:
         `str`: The document with its tables.
@@ -225,11 +227,15 @@ def fill(text: str, results: Iterable[Result]) -> str:
     results = list(results)
 
     def one(match: re.Match[str]) -> str:
-        name, steps = match[2], int(match[3])
+        name, steps, millions = match[2], int(match[3]), int(match[4])
         if name not in TABLES:
             raise ValueError(f"Tables are {', '.join(TABLES)}, got {name!r}.")
-        rows = merge_seeds(result for result in results if result.setting.max_steps == steps)
-        return match[1] + "\n".join(TABLES[name](rows)) + "\n" + match[4]
+        rows = merge_seeds(
+            result
+            for result in results
+            if result.setting.max_steps == steps and round(result.num_parameters / 1e6) == millions
+        )
+        return match[1] + "\n".join(TABLES[name](rows)) + "\n" + match[5]
 
     return MARKER.sub(one, text)
 

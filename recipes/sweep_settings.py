@@ -152,7 +152,9 @@ def make_setting(values: Mapping[str, Any]) -> Setting:
         raise ValueError(f"unknown settings: {', '.join(unknown)}.")
     # YAML takes 3e-3 for a text.
     numbers = {item.name for item in fields(Setting) if item.type is float}
-    plain = {name: float(value) if name in numbers else value for name, value in values.items() if name in own}
+    plain: dict[str, Any] = {
+        name: float(value) if name in numbers else value for name, value in values.items() if name in own
+    }
     federation = {name: value for name, value in values.items() if name in FEDERATION_FIELDS}
     return Setting(**plain, federation=federation if plain.get("mode", "federated") == "federated" else {})
 

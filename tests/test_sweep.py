@@ -38,7 +38,9 @@ def data() -> StudyData:
 
 
 def write_study(path: Path, *runs: dict[str, Any], **defaults: Any) -> Path:
-    path.write_text(yaml.safe_dump({"defaults": defaults, "stages": [{"name": "only", "runs": list(runs)}]}))
+    path.write_text(
+        yaml.safe_dump({"defaults": defaults, "stages": [{"name": "only", "runs": list(runs)}]}, sort_keys=False)
+    )
     return path
 
 
@@ -162,7 +164,7 @@ def test_data_are_those_of_the_recipes(tmp_path: Path) -> None:
 
 
 def result(loss: float | None, share: float, **values: Any) -> Result:
-    return Result(make_setting(values), loss, 1.0, int(1000 * share), 1000, 1.0, 10, "2026-11-30", "2.13")
+    return Result(make_setting(values), loss, 1.0, int(1000 * share), 1000, 1.0, 950_000, "2026-11-30", "2.13")
 
 
 def some_results() -> list[Result]:
@@ -176,22 +178,23 @@ def some_results() -> list[Result]:
         result(None, 0.125, sync_every=8, learning_rate=6e-3),
         result(4.9, 0, mode="alone"),
         result(4.0, 1, mode="synchronous", max_steps=1600),
+        dataclasses.replace(result(4.1, 1, mode="synchronous", model={"hidden_size": 400}), num_parameters=5_300_000),
     ]
 
 
 def test_tables() -> None:
-    rows = merge_seeds(result for result in some_results() if result.setting.max_steps == 400)
+    rows = merge_seeds(some_results()[:-2])
     best = rows[0]
-    assert best.losses == (4.5, 4.6) and best.loss == pytest.approx(4.55)
+    assert best.by_seed == {42: 4.5, 1: 4.6} and best.loss == pytest.approx(4.55)
     assert best.error == pytest.approx(math.sqrt(2 * 0.05**2 / 2)) and rows[1].error is None
     assert [row.share for row in front(rows, best)] == [1, 0.375, 0.125]
-    text = "# T\n\n<!-- table: {} 400 -->\nold\n<!-- end of table -->\nrest"
+    text = "# T\n\n<!-- table: {} 400 1M -->\nold\n<!-- end of table -->\nrest"
     runs = fill(text.format("runs"), some_results())
     assert "| synchronous | 4 | 0.003 | 94.6 | 4.550 ± 0.050 | +0.0% | 100.0% | 2 |" in runs
     # Against the same seed of the baseline, not against the mean of both.
     assert "| sync_every=8 | 4 | 0.003 | 148.4 | 5.000 | +11.1% | 12.5% | 1 |" in runs
     assert "| sync_every=8 | 4 | 0.006 | diverged | diverged | diverged | 12.5% | 1 |" in runs
-    assert "old" not in runs and runs.endswith("rest") and "4.000" not in runs
+    assert "old" not in runs and runs.endswith("rest") and "4.000" not in runs and "4.100" not in runs
     assert fill(runs, some_results()) == runs
     rates = fill(text.format("learning-rates"), some_results())
     assert "| setting | G | 0.001 | 0.003 | 0.006 |" in rates
