@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +53,8 @@ class World:
         self.local_rank = self.rank % self.node_size
         layout = FederationLayout(NUM_NODES, self.node_size // SHARD_SIZE, {"dp_shard": SHARD_SIZE})
         self.layout = layout
-        # For the overlapped variants, in a version that has them.
-        has_slow_tier = "with_slow_tier" in inspect.signature(build_federation_mesh).parameters
-        options: dict[str, Any] = {"with_slow_tier": True} if has_slow_tier else {}
-        self.federation: FederationMesh = build_federation_mesh("cpu", layout, **options)
+        # For the overlapped variants.
+        self.federation: FederationMesh = build_federation_mesh("cpu", layout, with_slow_tier=True)
         self.num_meetings = 0
         self._replicated: DeviceMesh | None = None
         self._flat: DeviceMesh | None = None

@@ -6,10 +6,14 @@ process simulates. Everything above this module is the same for both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+
+Reduction: TypeAlias = Literal["sum", "min", "max"]
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class InMemoryGroup(ABC):
@@ -24,13 +28,15 @@ class InMemoryGroup(ABC):
         """This peer."""
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction = "sum") -> None:
         """
-        Replaces a tensor by the sum over the peers.
+        Replaces a tensor by the sum over the peers, or by the least or greatest of each element.
 
         Args:
             tensor (`torch.Tensor`):
                 Of one shape on all peers, written in place.
+            reduction (`str`, defaults to `"sum"`):
+                `"sum"`, `"min"` or `"max"`.
         """
 
     @abstractmethod
@@ -101,20 +107,22 @@ def start_all_reduce(tensor: torch.Tensor, group: Group) -> Pending:
     return dist.all_reduce(tensor, group=group, async_op=True)
 
 
-def all_reduce(tensor: torch.Tensor, group: Group) -> None:
+def all_reduce(tensor: torch.Tensor, group: Group, reduction: Reduction = "sum") -> None:
     """
-    Replaces a tensor by the sum over a group.
+    Replaces a tensor by the sum over a group, or by the least or greatest of each element.
 
     Args:
         tensor (`torch.Tensor`):
             Written in place.
         group (`ProcessGroup` or [`InMemoryGroup`]):
             The peers.
+        reduction (`str`, defaults to `"sum"`):
+            `"sum"`, `"min"` or `"max"`.
     """
     if isinstance(group, InMemoryGroup):
-        group.all_reduce(tensor)
+        group.all_reduce(tensor, reduction)
     else:
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, _REDUCE_OPS[reduction], group=group)
 
 
 def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Group) -> Pending:

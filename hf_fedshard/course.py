@@ -15,7 +15,8 @@ from .initial import hold_the_same_bits
 from .measured_periods import make_periods
 from .mesh import FederationMesh, Peers
 from .periods import MeasuredRound
-from .synchronous import GradientSync, Phases, unify_moments
+from .simulated_gradients import SimulatedGradients
+from .synchronous import GradientSync, Phases, SynchronousGradients, unify_moments
 
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Course:
     Attributes:
         num_steps (`int`): Optimizer steps behind, those of the running round included.
         synchronous (`bool`): Whether the steps of the round that is running, or begins next, are synchronous.
+        gradients ([`SynchronousGradients`], *optional*): Averages the gradients of synchronous steps, if there are any.
 
     Raises:
         ValueError: If the length of the run is needed and missing, or FSDP2's seam is taken.
@@ -60,10 +62,12 @@ class Course:
         self.synchronous = False
         self.periods = make_periods(config)
         self.phases = Phases(config.sync_steps_at_start, config.sync_steps_at_end, num_training_steps)
-        self._gradients: GradientSync | None = None
+        self.gradients: SynchronousGradients | None = None
         if mesh.layout.num_groups > 1 and (config.sync_steps_at_start or config.sync_steps_at_end):
-            assert isinstance(mesh, FederationMesh)
-            self._gradients = GradientSync(model, mesh)
+            if isinstance(mesh, FederationMesh):
+                self.gradients = GradientSync(model, mesh)
+            else:
+                self.gradients = SimulatedGradients()
 
     @property
     def period(self) -> int:
@@ -90,13 +94,13 @@ class Course:
         Prepares the round that begins next, at a border. Collective over the world where synchronous steps begin: the
         groups' optimizers then get one state.
         """
-        if self._gradients is None:
+        if self.gradients is None:
             return
         before, self.synchronous = self.synchronous, self.phases.is_synchronous(self.num_steps)
         if self.synchronous and not before and self.num_steps:
-            sent, _ = unify_moments(self.optimizers, self._gradients.mesh, self.config.bucket_size_bytes)
-            self._gradients.bytes_sent += sent
-        self._gradients.switch(self.synchronous)
+            sent, _ = unify_moments(self.optimizers, self.mesh, self.config.bucket_size_bytes)
+            self.gradients.bytes_sent += sent
+        self.gradients.switch(self.synchronous)
 
     def end(self, found: MeasuredRound, agreed: bool = False) -> None:
         """
@@ -131,9 +135,9 @@ class Course:
             shards (`Mapping[str, torch.Tensor]`):
                 This rank's.
         """
-        if not self.synchronous or self._gradients is None:
+        if not self.synchronous or self.gradients is None:
             return False
-        equal = hold_the_same_bits([shards], self._gradients.mesh)
+        equal = hold_the_same_bits([shards], self.mesh)
         if not equal and self.mesh.is_main:
             logger.warning(
                 "The groups differ after synchronous steps: something else than the optimizer has changed parameters on "
@@ -149,9 +153,9 @@ class Course:
             of_averaging (`int`):
                 What an averaging takes.
         """
-        if self._gradients is None:
+        if self.gradients is None:
             return of_averaging
-        return self._gradients.take_bytes() + (0 if self.synchronous else of_averaging)
+        return self.gradients.take_bytes() + (0 if self.synchronous else of_averaging)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, at a border, fit for JSON."""
@@ -181,10 +185,10 @@ class Course:
         self.synchronous = False
         if not inside:
             self.begin()
-        elif self._gradients is not None:
-            self._gradients.switch(False)
+        elif self.gradients is not None:
+            self.gradients.switch(False)
 
     def release(self) -> None:
         """Takes the hooks out of the model."""
-        if self._gradients is not None:
-            self._gradients.switch(False)
+        if self.gradients is not None:
+            self.gradients.switch(False)

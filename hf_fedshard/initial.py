@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .collectives import all_reduce
 from .config import FederationConfig
 from .handshake import FederationMismatchError, agree
 from .lora import check_adapters
-from .mesh import FederationMesh
+from .mesh import FederationMesh, Peers
 from .selection import Selection
 from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
 
@@ -165,32 +166,32 @@ def verify_one_model(
         )
 
 
-def hold_the_same_bits(several: Sequence[Mapping[str, torch.Tensor]], mesh: FederationMesh) -> bool:
+def hold_the_same_bits(several: Sequence[Mapping[str, torch.Tensor]], mesh: Peers) -> bool:
     """
     Whether local shards are equal, bit for bit, over groups and replicas. Collective over the world.
 
     Args:
         several (`Sequence[Mapping[str, torch.Tensor]]`):
             Tensors sharded as the parameters are.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             The federation.
     """
     # Every rank gets the same answer for each of them, and so all stop after the same one.
     return not any(_differences(tensors, {}, mesh) for tensors in several)
 
 
-def _differences(shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], mesh: FederationMesh) -> int:
+def _differences(shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor], mesh: Peers) -> int:
     differing = torch.zeros((), dtype=torch.int64, device=mesh.device)
     replicas = () if mesh.replicate is None else (mesh.replicate,)
     for tensors, groups in ((shards, (mesh.fed, *replicas)), (whole, (mesh.fed, mesh.group))):
         checksum = _checksum(tensors, mesh.device)
         for group in groups:
             low, high = checksum.clone(), checksum.clone()
-            dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
-            dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+            all_reduce(low, group, "min")
+            all_reduce(high, group, "max")
             differing += (low != high).sum()
-    dist.all_reduce(differing, group=mesh.group)
-    dist.all_reduce(differing, group=mesh.fed)
+    all_reduce(differing, mesh.group)
+    all_reduce(differing, mesh.fed)
     return int(differing)
 
 

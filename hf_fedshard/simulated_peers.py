@@ -8,8 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from .collectives import InMemoryGroup
+from .collectives import InMemoryGroup, Reduction
 from .layout import FederationLayout
+
+
+_COMBINE: dict[Reduction, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 class Meeting:
@@ -50,16 +57,16 @@ class InMemoryPeer(InMemoryGroup):
         """This peer."""
         return self._rank
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction = "sum") -> None:
         """See [`InMemoryGroup`]."""
 
-        def add() -> torch.Tensor:
+        def combine() -> torch.Tensor:
             total = self._deposited(0).clone()
             for peer in range(1, self.size()):
-                total += self._deposited(peer)
+                _COMBINE[reduction](total, self._deposited(peer), out=total)
             return total
 
-        self._meet(tensor, add)
+        self._meet(tensor, combine)
 
     def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:
         """See [`InMemoryGroup`]."""
@@ -111,7 +118,7 @@ class Alone(InMemoryGroup):
         """This peer."""
         return 0
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction = "sum") -> None:
         """See [`InMemoryGroup`]."""
 
     def broadcast(self, tensor: torch.Tensor, group_src: int) -> None:

@@ -21,6 +21,7 @@ from .lora import check_adapters
 from .metrics import RoundMetrics
 from .rounds import Border, Rounds
 from .selection import Selection
+from .simulated_gradients import SimulatedGradients, average_gradients
 from .simulated_peers import Alone, InMemoryPeer, Meeting, SimulatedPeers
 
 
@@ -83,6 +84,8 @@ class Simulation:
             Makes a group's inner optimizer from the parameters that train.
         num_groups (`int`, *optional*):
             G. Defaults to that of `config`.
+        num_training_steps (`int`, *optional*):
+            Optimizer steps of the whole run. Needed with `sync_steps_at_end`.
 
     Raises:
         ValueError: If the settings do not fit the model or a single process, or there are fewer than 2 groups.
@@ -98,9 +101,11 @@ class Simulation:
         for group in simulation.groups:  # one after another
             loss = group.model(**next(batches)).loss
             loss.backward()
+            group.count_step(loss)
+        simulation.average_gradients()  # where the step is synchronous
+        for group in simulation.groups:
             group.optimizer.step()
             group.optimizer.zero_grad()
-            group.count_step(loss)
         metrics = simulation.step()  # those of a round, where one has ended
     simulation.finish()
     ```
@@ -112,6 +117,7 @@ class Simulation:
         config: FederationConfig,
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         num_groups: int | None = None,
+        num_training_steps: int | None = None,
     ) -> None:
         size = num_groups or config.num_groups
         if size is None or size < 2:
@@ -129,8 +135,9 @@ class Simulation:
         for index, own in enumerate(models):
             inner = optimizer([param for param in own.parameters() if param.requires_grad])
             peers: Any = SimulatedPeers(layout, InMemoryPeer(self._meeting, index), Alone(), device)
-            rounds = _SimulatedRounds(own, peers, config, [inner])
+            rounds = _SimulatedRounds(own, peers, config, [inner], num_training_steps=num_training_steps)
             rounds.counts_updates = True
+            inner.register_step_pre_hook(_check(rounds))
             inner.register_step_post_hook(_note(rounds))
             self.groups.append(SimulatedGroup(index, own, inner, rounds))
 
@@ -143,6 +150,24 @@ class Simulation:
     def at_border(self) -> bool:
         """Whether all groups hold one model."""
         return all(group.rounds.at_border for group in self.groups)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the next step is synchronous: with the mean of all groups' gradients."""
+        return self.groups[0].rounds.synchronous
+
+    def average_gradients(self) -> None:
+        """
+        To be called when every group has done its backward passes and none has made its step: in a synchronous step the
+        gradients of all groups become their mean, ahead of clipping. In all other steps it does nothing, so a loop that has
+        synchronous steps calls it in every one.
+
+        Raises:
+            ValueError: If some groups have a gradient of a parameter and others have none.
+        """
+        if self.synchronous:
+            parts = [part for group in self.groups if (part := _gradients_of(group.rounds)) is not None]
+            average_gradients([group.model for group in self.groups], parts)
 
     def step(self) -> RoundMetrics | None:
         """
@@ -197,12 +222,6 @@ class Simulation:
 
 
 def _check_periods(config: FederationConfig) -> None:
-    if config.sync_steps_at_start or config.sync_steps_at_end:
-        raise ValueError(
-            "A simulation has no synchronous steps, since its groups step one after another: sync_steps_at_start="
-            f"{config.sync_steps_at_start}, sync_steps_at_end={config.sync_steps_at_end}. Set both to 0, and train the one "
-            "model on the batches of all groups before the simulation, or after it."
-        )
     if config.overlap_steps or config.slow_backend:
         raise ValueError(
             f"A simulation averages in memory, between two steps: overlap_steps={config.overlap_steps}, slow_backend="
@@ -213,6 +232,21 @@ def _check_periods(config: FederationConfig) -> None:
             "sync_every='auto' follows the time that steps and averagings take, and a simulation takes another one. Give "
             "a number, a list of periods, or 'drift'."
         )
+
+
+def _gradients_of(rounds: Rounds) -> SimulatedGradients | None:
+    gradients = rounds.course.gradients
+    assert gradients is None or isinstance(gradients, SimulatedGradients)
+    return gradients
+
+
+def _check(rounds: Rounds) -> Callable[..., None]:
+    def check(*args: Any) -> None:
+        gradients = _gradients_of(rounds)
+        if gradients is not None:
+            gradients.check_step()
+
+    return check
 
 
 def _note(rounds: Rounds) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .collectives import all_reduce
 from .counters import counters_of, exchange_counts, settle_counters
 from .exchange import plan_exchange, run_exchange
 from .initial import hold_the_same_bits
-from .mesh import FederationMesh
+from .mesh import FederationMesh, Peers
 from .metrics import exchange_rows
 from .moments import reset_moments
 from .shards import all_finite
@@ -80,7 +82,29 @@ class Phases:
         return max(0, self.num_training_steps - self.at_end)
 
 
-class GradientSync:
+class SynchronousGradients(ABC):
+    """How the gradients of synchronous steps become the mean over the groups, and what that has sent."""
+
+    bytes_sent: int = 0
+    """What this rank has sent to other groups since it was last read: a ring sends 2N(P-1)/P of N bytes among P."""
+
+    @abstractmethod
+    def switch(self, on: bool) -> None:
+        """
+        Told at a border whether the next steps are synchronous.
+
+        Args:
+            on (`bool`):
+                Whether. The same on all ranks.
+        """
+
+    def take_bytes(self) -> int:
+        """Reads the count of bytes and begins a new one."""
+        sent, self.bytes_sent = self.bytes_sent, 0
+        return sent
+
+
+class GradientSync(SynchronousGradients):
     """
     Averages gradients over the groups, in FSDP2's own seam for it.
 
@@ -102,8 +126,6 @@ class GradientSync:
     def __init__(self, model: nn.Module, mesh: FederationMesh) -> None:
         self.mesh = mesh
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.bytes_sent = 0
-        """What this rank has sent to other groups since it was last read: a ring sends 2N(P-1)/P of N bytes among P."""
         self._installed = False
         for module in self.modules:
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -125,11 +147,6 @@ class GradientSync:
             for module in self.modules:
                 module.set_all_reduce_hook(self._average if on else None)  # type: ignore[arg-type]
             self._installed = on
-
-    def take_bytes(self) -> int:
-        """Reads the count of bytes and begins a new one."""
-        sent, self.bytes_sent = self.bytes_sent, 0
-        return sent
 
     @torch.no_grad()
     def _average(self, gradient: torch.Tensor) -> None:
@@ -164,7 +181,7 @@ class GradientSync:
 
 @torch.no_grad()
 def unify_moments(
-    optimizers: Sequence[torch.optim.Optimizer], mesh: FederationMesh, bucket_size_bytes: int
+    optimizers: Sequence[torch.optim.Optimizer], mesh: Peers, bucket_size_bytes: int
 ) -> tuple[int, bool]:
     """
     Brings the groups' optimizer moments together, so that equal gradients give equal updates. Collective over the world, at
@@ -176,7 +193,7 @@ def unify_moments(
     Args:
         optimizers (`Sequence[torch.optim.Optimizer]`):
             The inner optimizers.
-        mesh ([`FederationMesh`]):
+        mesh ([`Peers`]):
             The federation.
         bucket_size_bytes (`int`):
             Upper bound of an exchange buffer.
@@ -215,7 +232,7 @@ def unify_moments(
     if why:
         for optimizer in optimizers:
             reset_moments(optimizer)
-        if dist.get_rank() == 0:
+        if mesh.is_main:
             logger.warning(
                 "The optimizer moments of the groups cannot be averaged before the synchronous steps at the end (%s): all "
                 "groups begin them with fresh moments.",
@@ -238,7 +255,7 @@ def unify_moments(
     for counter in counters.values():
         held = counter.to(mesh.device, copy=True)
         for group in (mesh.fed, mesh.group):
-            dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+            all_reduce(held, group, "max")
         counter.copy_(held)
     return plan.slow_bytes(), False
 

@@ -176,6 +176,16 @@ def _check_script(script: str, words: list[str]) -> None:
 
         (args,) = HfArgumentParser(DryRunArguments).parse_args_into_dataclasses(words)
         assert args.args_file.is_file()
+    elif name == "sweep_outer":
+        from sweep_outer import parse_arguments
+        from sweep_settings import read_study
+
+        assert read_study(Path(parse_arguments(words).sweep.study))
+    elif name == "sweep_report":
+        from sweep_report import ReportArguments
+
+        (args,) = HfArgumentParser(ReportArguments).parse_args_into_dataclasses(words)
+        assert all(Path(file).is_file() for file in (*args.results, args.document))
     else:
         raise AssertionError(f"no check for {script}")
 

@@ -1,0 +1,273 @@
+"""One run of a study: groups one after another in this process, or one synchronous batch."""
+
+import datetime
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+
+from clm_arguments import DataArguments, ModelArguments
+from clm_data import pack
+from clm_metrics import sequence_losses
+from clm_tokenizer import load_tokenizer
+from hf_fedshard import Simulation
+from recipe_data import load_rows
+from sweep_settings import Result, Setting
+
+
+EVAL_BATCH = 16
+NUM_LAST_LOSSES = 20
+
+
+@dataclass
+class StudyData:
+    """
+    The blocks of all runs, prepared once.
+
+    Args:
+        train (`torch.Tensor`):
+            Tokens of shape (blocks, block), int64.
+        evaluation (`torch.Tensor`):
+            Held-out tokens of the same shape.
+        vocab_size (`int`):
+            Tokens of the tokenizer.
+    """
+
+    train: torch.Tensor
+    evaluation: torch.Tensor
+    vocab_size: int
+
+
+def prepare(model: ModelArguments, data: DataArguments, seed: int) -> StudyData:
+    """
+    Loads, tokenises and packs the texts as `pretrain_clm.py` does. Of the held-out blocks `--max_eval_blocks` are taken at
+    equal distances, so that all held-out texts are among them, and every run is evaluated on the same ones.
+
+    Args:
+        model (`ModelArguments`):
+            The tokenizer.
+        data (`DataArguments`):
+            The texts.
+        seed (`int`):
+            Of a hold-out at random.
+
+    Raises:
+        ValueError: If there is nothing to evaluate on.
+    """
+    train_texts, eval_texts = load_rows(data, seed)
+    if eval_texts is None:
+        raise ValueError("A study compares losses on held-out texts: give --holdout_column or --validation_file.")
+    tokenizer = load_tokenizer(model, train_texts, data.text_column, data.block_size)
+    train, held_out = (
+        pack(texts, tokenizer, data, limit=None).with_format("torch")[:]["input_ids"]
+        for texts in (train_texts, eval_texts)
+    )
+    number = min(data.max_eval_blocks or len(held_out), len(held_out))
+    chosen = torch.arange(number) * len(held_out) // number
+    return StudyData(train, held_out[chosen], len(tokenizer))
+
+
+def batches(blocks: torch.Tensor, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
+    """
+    Blocks in random order, epoch after epoch without end.
+
+    Args:
+        blocks (`torch.Tensor`):
+            Of shape (blocks, block).
+        batch_size (`int`):
+            Blocks in a batch.
+        seed (`int`):
+            Of the order.
+
+    Returns:
+        `Iterator[torch.Tensor]`: Batches of shape (batch, block). What is left of an epoch and fills none is dropped.
+    """
+    if len(blocks) < batch_size:
+        raise ValueError(f"{len(blocks)} blocks are fewer than the {batch_size} of one step.")
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(blocks), generator=generator)
+        for start in range(0, len(blocks) - batch_size + 1, batch_size):
+            yield blocks[order[start : start + batch_size]]
+
+
+def make_model(preset: str, setting: Setting, vocab_size: int) -> nn.Module:
+    """
+    Makes the model of a run, its weights drawn with the run's seed.
+
+    Args:
+        preset (`str`):
+            Name or folder of the configuration.
+        setting ([`Setting`]):
+            The run.
+        vocab_size (`int`):
+            Tokens of the tokenizer.
+    """
+    config = AutoConfig.from_pretrained(preset, **setting.model)
+    if vocab_size > config.vocab_size:
+        raise ValueError(f"The tokenizer has {vocab_size} tokens, the model {config.vocab_size} embeddings.")
+    torch.manual_seed(setting.seed)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def mean_loss(model: nn.Module, blocks: torch.Tensor) -> torch.Tensor:
+    """
+    Mean loss of a batch.
+
+    Args:
+        model (`nn.Module`):
+            A causal language model.
+        blocks (`torch.Tensor`):
+            Tokens of shape (batch, block).
+    """
+    logits = model(input_ids=blocks, use_cache=False).logits
+    # The last position predicts nothing; its label is ignored rather than cut off, which would copy all logits.
+    labels = nn.functional.pad(blocks[:, 1:], (0, 1), value=-100)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, blocks: torch.Tensor) -> float:
+    """
+    Mean loss over held-out tokens.
+
+    Args:
+        model (`nn.Module`):
+            A causal language model.
+        blocks (`torch.Tensor`):
+            Tokens of shape (blocks, block).
+    """
+    total = 0.0
+    for batch in blocks.split(EVAL_BATCH):
+        total += float(sequence_losses(model(input_ids=batch, use_cache=False).logits, batch).double().sum())
+    return total / blocks[:, 1:].numel()
+
+
+class Run:
+    """
+    A run of a study.
+
+    Args:
+        setting ([`Setting`]):
+            What to train.
+        data ([`StudyData`]):
+            The blocks.
+        preset (`str`):
+            Name or folder of the model's configuration.
+        loss (`Callable[[nn.Module, torch.Tensor], torch.Tensor]`, *optional*):
+            The loss, compiled say.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        data: StudyData,
+        preset: str,
+        loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = mean_loss,
+    ) -> None:
+        self.setting = setting
+        self.data = data
+        self.loss = loss
+        self.model = make_model(preset, setting, data.vocab_size)
+        self.num_parameters = sum(param.numel() for param in self.model.parameters())
+        self._losses: deque[float] = deque(maxlen=NUM_LAST_LOSSES)
+        self._draw = batches(data.train, setting.batch_size, setting.seed)
+
+    def train(self, tell: Callable[[int, float], None] = lambda step, loss: None) -> Result:
+        """
+        Trains and evaluates.
+
+        Args:
+            tell (`Callable[[int, float], None]`, *optional*):
+                Told the number of steps behind and the loss of the last one.
+
+        Returns:
+            [`Result`]: What came of it.
+        """
+        started = time.perf_counter()
+        slow_bytes = self._train_groups(tell) if self.setting.mode == "federated" else self._train_one(tell)
+        eval_loss = evaluate(self.model, self.data.evaluation)
+        train_loss = sum(self._losses) / len(self._losses)
+        return Result(
+            self.setting,
+            eval_loss if math.isfinite(eval_loss) else None,
+            train_loss if math.isfinite(train_loss) else None,
+            slow_bytes,
+            self._bytes_of_steps,
+            round(time.perf_counter() - started, 1),
+            self.num_parameters,
+            datetime.date.today().isoformat(),
+            torch.__version__,
+        )
+
+    @property
+    def _bytes_of_steps(self) -> int:
+        """Of synchronous steps: a ring of G sends 2N(G-1)/G of the N bytes of a gradient in each."""
+        groups = self.setting.num_groups
+        return 2 * 4 * self.num_parameters * (groups - 1) // groups * self.setting.max_steps
+
+    def _train_one(self, tell: Callable[[int, float], None]) -> int:
+        setting = self.setting
+        alone = setting.mode == "alone"
+        optimizer, scheduler = self._make_optimizer(self.model.parameters())
+        for step in range(setting.max_steps):
+            batch = next(self._draw)
+            if alone:
+                batch = batch.chunk(setting.num_groups)[0]
+            loss = self.loss(self.model, batch)
+            loss.backward()
+            self._step(self.model, optimizer, scheduler)
+            self._losses.append(float(loss.detach()))
+            tell(step + 1, self._losses[-1])
+        return 0 if alone else self._bytes_of_steps
+
+    def _train_groups(self, tell: Callable[[int, float], None]) -> int:
+        setting = self.setting
+        schedulers = []
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            inner, scheduler = self._make_optimizer(parameters)
+            schedulers.append(scheduler)
+            return inner
+
+        simulation = Simulation(self.model, setting.config(), optimizer, num_training_steps=setting.max_steps)
+        sent = 0
+        for step in range(setting.max_steps):
+            losses = []
+            for group, part in zip(simulation.groups, next(self._draw).chunk(setting.num_groups), strict=True):
+                loss = self.loss(group.model, part)
+                loss.backward()
+                losses.append(float(loss.detach()))
+            simulation.average_gradients()
+            for group, scheduler in zip(simulation.groups, schedulers, strict=True):
+                self._step(group.model, group.optimizer, scheduler)
+                group.count_step(losses[group.index])
+            metrics = simulation.step()
+            sent += metrics.bytes_sent if metrics is not None else 0
+            self._losses.append(sum(losses) / len(losses))
+            tell(step + 1, self._losses[-1])
+        metrics = simulation.finish()
+        return sent + (metrics.bytes_sent if metrics is not None else 0)
+
+    def _make_optimizer(self, parameters: Any) -> tuple[torch.optim.Optimizer, Any]:
+        setting = self.setting
+        optimizer = torch.optim.AdamW(
+            parameters,
+            lr=setting.learning_rate,
+            betas=(setting.adam_beta1, setting.adam_beta2),
+            weight_decay=setting.weight_decay,
+            fused=True,
+        )
+        return optimizer, get_scheduler(setting.lr_scheduler_type, optimizer, setting.warmup_steps, setting.max_steps)
+
+    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), self.setting.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
