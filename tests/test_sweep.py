@@ -62,7 +62,7 @@ def test_studies_are_grids(tmp_path: Path) -> None:
     last = stage.settings[4]
     assert last.config().outer_optimizer == "fedavgm" and last.config().num_groups == 2
     assert describe(last, leave_out=["max_steps"]) == (
-        "num_groups=2, sync_every=4x2,8, outer_options=momentum=0.5, outer_optimizer=fedavgm"
+        "num_groups=2, sync_every=4x2,8, outer_optimizer=fedavgm, outer_options=momentum=0.5"
     )
     assert {setting.max_steps for setting in stage.settings} == {10}
 
