@@ -99,7 +99,7 @@ def merge_seeds(results: Iterable[Result]) -> list[Row]:
 
 def best_synchronous(rows: Sequence[Row]) -> Row:
     """
-    The tuned baseline: the best of all synchronous runs of these rows.
+    The tuned baseline: the best of all synchronous runs of these rows, on the seeds that all of them have.
 
     Args:
         rows (`Sequence[Row]`):
@@ -111,7 +111,8 @@ def best_synchronous(rows: Sequence[Row]) -> Row:
     found = [row for row in rows if row.setting.mode == "synchronous"]
     if not found:
         raise ValueError("There is no synchronous run to compare with.")
-    return min(found, key=lambda row: row.loss)
+    both = set.intersection(*(set(row.by_seed) for row in found))
+    return min(found, key=lambda row: sum(row.by_seed[seed] for seed in both) if both else row.loss)
 
 
 def above(row: Row, baseline: Row) -> float:
@@ -157,6 +158,7 @@ def table_of_runs(rows: Sequence[Row]) -> list[str]:
     """
     baseline = best_synchronous(rows)
     head = ["setting", "G", "learning rate", "perplexity", "loss", "above synchronous", "slow-tier bytes", "seeds"]
+    rows = sorted(rows, key=lambda row: above(row, baseline))
     return _table(head, [[_name(row), str(row.setting.num_groups), *_values(row, baseline)] for row in rows])
 
 
@@ -179,7 +181,7 @@ def table_of_front(rows: Sequence[Row]) -> list[str]:
 
 def table_of_rates(rows: Sequence[Row]) -> list[str]:
     """
-    Perplexity by learning rate, for settings that were tried at several.
+    Perplexity by learning rate, for settings that were tried at several, on the seeds that all of these have.
 
     Args:
         rows (`Sequence[Row]`):
@@ -192,11 +194,13 @@ def table_of_rates(rows: Sequence[Row]) -> list[str]:
     lines = []
     for name, found in by_name.items():
         if len(found) > 1:
-            best = min(found.values(), key=lambda row: row.loss)
-            cells = [
-                "" if rate not in found else _bold(_perplexity(found[rate].loss), found[rate] is best)
-                for rate in rates
-            ]
+            both = set.intersection(*(set(row.by_seed) for row in found.values()))
+            losses = {
+                rate: sum(row.by_seed[seed] for seed in both) / len(both) if both else row.loss
+                for rate, row in found.items()
+            }
+            best = min(losses.values())
+            cells = ["" if r not in losses else _bold(_perplexity(losses[r]), losses[r] == best) for r in rates]
             lines.append([*name.split(" | "), *cells])
     return _table(["setting", "G", *(f"{rate:g}" for rate in rates)], lines)
 

@@ -176,7 +176,8 @@ def describe(setting: Setting, leave_out: Sequence[str] = ()) -> str:
         for name, value in vars(setting).items()
         if name not in ("mode", "model", "federation") and value != getattr(default, name)
     }
-    named |= setting.model | setting.federation
+    # The period first; the rest in the order of names, whatever order it was written in.
+    named |= setting.model | dict(sorted(setting.federation.items(), key=lambda item: (item[0] != "sync_every", item)))
     words += [f"{name}={value}" for name, value in named.items() if name not in leave_out]
     return ", ".join(words) or "defaults"
 
