@@ -77,7 +77,7 @@ class Course:
     @property
     def turns_synchronous(self) -> bool:
         """Whether the next step is synchronous."""
-        return self._gradients is not None and self.phases.is_synchronous(self.num_steps)
+        return self.gradients is not None and self.phases.is_synchronous(self.num_steps)
 
     def steps_left(self, steps: int) -> float:
         """
