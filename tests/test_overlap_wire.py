@@ -71,3 +71,15 @@ def test_fl_fsdp_is_the_reference(flat: list[dict[str, dict[str, Any]]], name: s
 @pytest.mark.parametrize("name", HYBRID)
 def test_fl_hsdp_is_the_reference(hybrid: list[dict[str, dict[str, Any]]], name: str) -> None:
     assert_reference([rank[name] for rank in hybrid], expected(name, 8), 1e-12)
+
+
+def both_ways() -> list[dict[str, torch.Tensor]]:
+    """Body: a run in single precision with outer state beside the parameters, and in host memory."""
+    mesh = make_mesh()
+    settings = {**IN_TWO, **NESTEROV, "wire_format": "int8", "proximal_mu": 0.1, "dtype": torch.float32}
+    return [run_case(mesh, {**settings, "offload_outer_state": held})["borders"][-1] for held in (False, True)]
+
+
+def test_offload_changes_no_bit(world4: WorkerPool) -> None:
+    for first, second in world4.run(both_ways, limit_seconds=100):
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
