@@ -236,7 +236,9 @@ def test_small_steps_add_up(dtype: torch.dtype, settings: dict[str, Any]) -> Non
             means = outer.means(shards)
             assert means["a"].dtype == torch.promote_types(kind, torch.float32)
             means["a"].add_(moved)
-            outer.step(means, shards, outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) ** 0.5)
+            outer.step(
+                means, shards, outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) ** 0.5
+            )
         assert torch.equal(shards["a"], outer.anchors["a"].to(kind))
         assert outer.num_steps == 60
         loops.append(outer.anchors["a"].double())

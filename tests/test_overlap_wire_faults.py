@@ -181,13 +181,17 @@ BESIDE: dict[str, tuple[int, dict[str, Any]]] = {
 
 def through(folder: str, save_at: int, resume: bool = False, **options: Any) -> dict[str, Any]:
     loop = Loop(folder, seed=3 * resume, **options)
+    step = loop.fedavg.step
+
+    def step_and_close() -> None:
+        step()
+        if loop.counter.count == save_at:
+            loop.fedavg.close()
+
     if resume:
         loop.accelerator.load_state()
-    else:
-        loop.train(save_at)
-        loop.fedavg.close()
-        loop.accelerator.save_state()
-    loop.train(9)
+    loop.fedavg.step = step_and_close  # type: ignore[assignment, method-assign]
+    loop.train(9, () if resume else (save_at,))
     loop.fedavg.close()
     state = state_of(loop)
     guard.detach(loop.fedavg)
