@@ -16,7 +16,7 @@ from .exchange import ExchangePlan, average_replicated, plan_exchange, run_excha
 from .held import Held
 from .lora import product_pairs
 from .lora_products import average_products
-from .lossy_exchange import run_lossy_exchange
+from .lossy_exchange import RoundStart, run_lossy_exchange
 from .mesh import Peers
 from .metrics import exchange_rows
 from .moments import moments_of, reset_moments
@@ -133,7 +133,8 @@ class ModelAverager:
             }
             plans["adapters"] = self.plan("adapters", tables)
         finite = all_finite([*shards.values(), *moments.values(), *self.checked_besides(shards, buffers)])
-        return Held(shards, means, moments, buffers, plans, finite, problems, self.copies(shards))
+        dtypes = {name: shard.dtype for name, shard in shards.items()}
+        return Held(shards, dtypes, means, moments, buffers, plans, finite, problems, self.copies(shards))
 
     def average(
         self,
@@ -164,7 +165,7 @@ class ModelAverager:
             [`Outcome`]: What it came to.
         """
         outcome = self.settle(held, self.exchange(held, weights, with_moments, step), excluded)
-        self._leave_out_frozen()
+        self.leave_out_frozen()
         return outcome
 
     def exchange(
@@ -205,7 +206,7 @@ class ModelAverager:
                 with_moments = self._average_moments(held, weights)
             self._average_buffers(held, weight, total)
         row["pseudo_gradient"] = (
-            self.outer.form_pseudo_gradients(held.means, held.shards, held.copies) if step else 0.0
+            self.outer.form_pseudo_gradients(held.means, held.dtypes, held.copies) if step else 0.0
         )
         rows, _ = exchange_rows(row, self.mesh)
         counted = sum(weight > 0 for weight in weights)
@@ -277,7 +278,7 @@ class ModelAverager:
         self.outer.take(held.shards, held.shards)
         # What was owed is of a model that has been trained without it since.
         self.residuals.reset()
-        self._leave_out_frozen()
+        self.leave_out_frozen()
         return Outcome(0.0)
 
     def _average_parameters(
@@ -292,7 +293,8 @@ class ModelAverager:
             first = held.plans["newcomers"].names() if "newcomers" in held.plans else frozenset()
             newcomers = {name: mean for name, mean in means.items() if name in first}
             known = {name: mean for name, mean in means.items() if name not in first}
-            start, residuals = self.outer.round_start(held.shards), self.residuals.of(plan, device, self.outer.anchors)
+            start = RoundStart(self.outer.anchors, held.dtypes)
+            residuals = self.residuals.of(plan, device, self.outer.anchors)
             reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals)]
             if newcomers:
                 reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total))
@@ -301,7 +303,12 @@ class ModelAverager:
             "norm": sum(report.squared_norm.item() for report in reports),
         }
 
-    def _leave_out_frozen(self) -> None:
+    def has_frozen(self) -> bool:
+        """Whether something that is averaged has been frozen since the last border."""
+        training = {name for name, param in self.model.named_parameters() if param.requires_grad}
+        return any(not self.selection.is_local(name) for name in self._trained - training)
+
+    def leave_out_frozen(self) -> None:
         """
         At a border: what was frozen before is one model in all groups now, stays as it is and travels no more. Local
         layers remain each group's own.

@@ -17,7 +17,9 @@ class Held:
 
     Args:
         shards (`dict[str, torch.Tensor]`):
-            Its local shards of the parameters to be averaged, aliasing them.
+            Its local shards of the parameters to be averaged, aliasing them or a snapshot.
+        dtypes (`dict[str, torch.dtype]`):
+            In what these parameters are stored: a snapshot of them may have more bits.
         means (`dict[str, torch.Tensor]`):
             Where their averages are formed, see [`OuterLoop.means`].
         moments (`dict[str, torch.Tensor]`):
@@ -36,6 +38,7 @@ class Held:
     """
 
     shards: dict[str, torch.Tensor]
+    dtypes: dict[str, torch.dtype]
     means: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]

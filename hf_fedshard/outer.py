@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from .config import FederationConfig
-from .lossy_exchange import RoundStart
 from .outer_memory import OuterMemory
 from .outer_optimizers import is_plain_averaging, make_outer_optimizer, rate_factor
 from .shards import accumulation_dtype
@@ -127,22 +126,15 @@ class OuterLoop:
             for name, shard in shards.items()
         }
 
-    def round_start(self, shards: Mapping[str, torch.Tensor]) -> RoundStart:
-        """
-        What a lossy wire format sends differences to: the model at the last border, as the parameters hold it.
-
-        Args:
-            shards (`Mapping[str, torch.Tensor]`):
-                This rank's shards.
-        """
-        return RoundStart(self.anchors, {name: shard.dtype for name, shard in shards.items()})
-
     @torch.no_grad()
     def form_pseudo_gradients(
-        self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], copies: Mapping[str, int]
+        self, means: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], copies: Mapping[str, int]
     ) -> float:
         """
         Turns the averages into pseudo-gradients, in place, and gives this rank's part of their squared norm.
+
+        Reads the anchors and changes none of them, nor the optimizer: a thread of its own may call it while training steps use
+        them. The average of what has no anchor yet stays as it is, and begins from it in [`~OuterLoop.step`].
 
         A pseudo-gradient is what the groups have moved by: from the model that they began the round with, which is the
         anchor as the parameters' dtype rounds it. What was rounded off is no movement; counted as one it would be taken
@@ -151,8 +143,8 @@ class OuterLoop:
         Args:
             means (`Mapping[str, torch.Tensor]`):
                 The averages, from [`~OuterLoop.means`] after the exchange.
-            shards (`Mapping[str, torch.Tensor]`):
-                This rank's shards, for their dtypes.
+            dtypes (`Mapping[str, torch.dtype]`):
+                Of the parameters.
             copies (`Mapping[str, int]`):
                 How many ranks of a group hold each element of a parameter: its part is divided among them, so that the
                 sum over the group counts every element once.
@@ -161,11 +153,9 @@ class OuterLoop:
             return 0.0
         squares = []
         for name, mean in means.items():
-            if name in self.anchors:
-                start = self.anchors[name].to(shards[name].dtype)
-            else:  # it begins from this average, and has not moved from it
-                self._adopt(name, mean)
-                start = self.anchors[name]
+            if name not in self.anchors:
+                continue  # it has not moved from the average that it begins from
+            start = self.anchors[name].to(dtypes[name])
             # A snapshot may lie in host memory.
             mean.neg_().add_(start.to(mean.device))
             squares.append(mean.norm().double().square() / copies[name])
@@ -187,7 +177,7 @@ class OuterLoop:
 
         Args:
             means (`Mapping[str, torch.Tensor]`):
-                The pseudo-gradients.
+                The pseudo-gradients, and the averages of what has no anchor yet; their content is lost.
             shards (`Mapping[str, torch.Tensor]`):
                 This rank's shards, written in place.
             norm (`float`):
@@ -207,6 +197,9 @@ class OuterLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for name, gradient in means.items():
+            if name not in self.anchors:
+                self._adopt(name, gradient)
+                gradient.zero_()
             if limit is not None and norm > limit:
                 gradient.mul_(limit / norm)
             if self.memory.offload:

@@ -62,7 +62,7 @@ class OverlappedAveraging:
         self.tier = tier
         self.config = config
         self.wants_border = False
-        """Whether the next round has to end with one model, since a rank asks for it or a group has fallen out."""
+        """Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, or a group has fallen out."""
         self._snapshots = Snapshots(averager)
         self._flights: deque[Flight] = deque()
         self._sums = RoundSums()
@@ -128,6 +128,7 @@ class OverlappedAveraging:
         snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
         more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
         more |= {f"sum/{name}": value for name, value in sums.items()}
+        more["frozen"] = float(self.averager.has_frozen())
         bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
 
         def exchange() -> Landed:
@@ -227,6 +228,9 @@ class OverlappedAveraging:
         share = 1.0 - self.config.overlap_alpha
         self._snapshots.put(landed.held, flight.snapshot, share, left or untouched, settle)
         if any(any(landed.rows[f"vote/{name}"]) for name in flight.votes):
+            self.wants_border = True
+        if any(landed.rows["frozen"]):
+            # Until then it goes on being averaged, and stepped by an outer optimizer with momentum.
             self.wants_border = True
         if landed.excluded and len(self.fragments) > 1:
             # Its other fragments are not finite either, and would spoil this one in the next step.

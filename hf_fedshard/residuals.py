@@ -16,6 +16,9 @@ class Residuals:
     What encoding has lost so far on this rank, see [`run_lossy_exchange`]. In the unit of the parameters and in their
     accumulation dtype: 4 bytes for each element that this rank exchanges, which is its slice of its shards.
 
+    They are kept plan by plan: fragments of a model, whose turns alternate, each keep theirs. Plans that share a parameter,
+    as those of a fragment and of the whole model do, are not held at a time: the one in use takes over what is owed.
+
     Args:
         memory ([`OuterMemory`]):
             Says where they live.
@@ -23,18 +26,23 @@ class Residuals:
 
     def __init__(self, memory: OuterMemory) -> None:
         self.memory = memory
-        self.plan: ExchangePlan | None = None
-        self.flats: list[torch.Tensor] = []
+        self._slices: list[tuple[ExchangePlan, list[torch.Tensor]]] = []
         self._device = torch.device("cpu")
-        self._loaded: dict[str, torch.Tensor] = {}
+        self._whole: dict[str, torch.Tensor] = {}
+        """Whole shards of what no plan holds: from a checkpoint, or of parts of a plan that is no longer in use."""
 
     def __bool__(self) -> bool:
         """Whether there has been an exchange to owe something from, the same on all ranks."""
-        return self.plan is not None or bool(self._loaded)
+        return bool(self._slices or self._whole)
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """This rank's slices of the buckets of all plans."""
+        return [flat for _, flats in self._slices for flat in flats]
 
     def reset(self) -> None:
         """Nothing is owed."""
-        self.plan, self.flats, self._loaded = None, [], {}
+        self._slices, self._whole = [], {}
 
     def load(self, shards: Mapping[str, torch.Tensor]) -> None:
         """
@@ -42,15 +50,16 @@ class Residuals:
 
         Args:
             shards (`Mapping[str, torch.Tensor]`):
-                Local shards by name, of any of the parameters; kept until the next exchange.
+                Local shards by name, of any of the parameters; each is kept until a plan has it.
         """
         self.reset()
-        self._loaded = dict(shards)
+        self._whole = dict(shards)
 
     def of(self, plan: ExchangePlan, device: torch.device, known: Collection[str] = ()) -> list[torch.Tensor] | None:
         """
-        The residuals of a plan's buckets, which the exchange writes. Collective over the replicas of a shard where the plan
-        is another one than before, which it is in all of them: parameters were unfrozen, or another fragment has its turn.
+        The residuals of a plan's buckets, which the exchange writes. Where the plan takes over from others it is collective
+        over the replicas of a shard. These hold the same shards and arrive at the same plans in the same order, so that
+        all of them come here together or none.
 
         Args:
             plan ([`ExchangePlan`]):
@@ -65,31 +74,41 @@ class Residuals:
         """
         if plan.codec is None or not plan.codec.feeds_back:
             return None
-        if self.plan is not plan:
-            owed = self.by_name()
-            here = plan.names()
-            self._loaded = {name: shard for name, shard in owed.items() if name in known and name not in here}
-            self.plan, self._device = plan, device
-            self.flats = [self._cut(plan, bucket, owed) for bucket in plan.buckets]
-        return self.flats
+        for held, flats in self._slices:
+            if held is plan:
+                return flats
+        here, self._device = plan.names(), device
+        kept = []
+        for held, flats in self._slices:
+            names = held.names()
+            if names & here:
+                self._whole.update(self._gather(held, flats))
+            elif any(name in known for name in names):
+                kept.append((held, flats))
+        own = [self._cut(plan, bucket, self._whole) for bucket in plan.buckets]
+        self._slices = [*kept, (plan, own)]
+        self._whole = {name: shard for name, shard in self._whole.items() if name in known and name not in here}
+        return own
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """
         Local shards of what is owed, as long as those of the parameters and 1-D; of the replicas of a shard all together,
         the same in each. Collective over these.
         """
-        found = dict(self._loaded)
-        if self.plan is None:
-            return found
-        sizes: dict[str, int] = {}
-        for bucket in self.plan.buckets:
-            sizes.update({piece.name: piece.stop for piece in bucket.pieces})
-        for bucket, flat in zip(self.plan.buckets, self.flats, strict=True):
+        found = dict(self._whole)
+        for plan, flats in self._slices:
+            found.update(self._gather(plan, flats))
+        return found
+
+    def _gather(self, plan: ExchangePlan, flats: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        sizes = {piece.name: piece.stop for bucket in plan.buckets for piece in bucket.pieces}
+        for bucket, flat in zip(plan.buckets, flats, strict=True):
             whole = flat
-            if self.plan.fast is not None:
+            if plan.fast is not None:
                 part = flat.to(self._device)
                 whole = part.new_empty(bucket.numel)
-                all_gather(whole, part, self.plan.fast)
+                all_gather(whole, part, plan.fast)
             for piece in bucket.pieces:
                 shard = found.setdefault(piece.name, flat.new_empty(sizes[piece.name]))
                 shard[piece.start : piece.stop] = whole[piece.offset : piece.offset + piece.stop - piece.start]

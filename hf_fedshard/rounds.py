@@ -240,6 +240,7 @@ class Rounds(AdvancingRounds):
 
     def _border_as_it_is(self, border: Border, votes: Mapping[str, bool], sums: Mapping[str, float]) -> Border:
         """A border whose averaging was in flight; what is asked for now was not. Collective over the world if anything is."""
+        self.averager.leave_out_frozen()
         values = {**{f"vote/{name}": float(cast) for name, cast in votes.items()}, **sums}
         rows = exchange_rows(values, self.peers)[0] if values else {}
         return Border(

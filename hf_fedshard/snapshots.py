@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class Snapshot:
     Args:
         shards (`dict[str, torch.Tensor]`):
             This rank's shards in fp32 or more. After a plain averaging the distance to the average stands here.
+        dtypes (`dict[str, torch.dtype]`):
+            Of the parameters.
         buffers (`dict[str, torch.Tensor]`):
             The persistent buffers, with the last fragment.
         besides (`list[torch.Tensor]`):
@@ -36,6 +39,7 @@ class Snapshot:
     """
 
     shards: dict[str, torch.Tensor]
+    dtypes: dict[str, torch.dtype]
     buffers: dict[str, torch.Tensor]
     besides: list[torch.Tensor]
     plans: dict[str, ExchangePlan]
@@ -48,7 +52,7 @@ class Snapshot:
         means = {name: shard.clone() for name, shard in self.shards.items()}
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         finite = all_finite([*self.shards.values(), *self.besides])
-        return Held(means, means, {}, buffers, self.plans, finite, self.problems, self.copies)
+        return Held(means, self.dtypes, means, {}, buffers, self.plans, finite, self.problems, self.copies)
 
 
 class Snapshots:
@@ -95,6 +99,7 @@ class Snapshots:
         besides = averager.checked_besides(everything, buffers) if with_buffers else []
         return Snapshot(
             shards=target,
+            dtypes={name: shard.dtype for name, shard in held.items()},
             buffers={name: buffer.clone() for name, buffer in buffers.items()},
             besides=[torch.linalg.vector_norm(part, ord=float("inf")) for part in besides if _has_floats(part)],
             plans=averager.parameter_plans(target, f"fragment {fragment}"),
@@ -154,7 +159,7 @@ class Snapshots:
         is_plain = averager.outer.optimizer is None
         devices = {name: shards[name].device for name in held.means}
         means = {name: mean.to(devices[name], non_blocking=True) for name, mean in held.means.items()}
-        settle(Held(means, means, {}, {}, held.plans, held.finite, held.problems, held.copies))
+        settle(dataclasses.replace(held, shards=means, means=means, buffers={}))
         if replace and own:
             torch._foreach_copy_(own, list(means.values()))
         elif own:

@@ -22,6 +22,7 @@ from tests.harness.outer_runs import (
     Run,
     assert_matches,
     double,
+    dtypes_of,
     full_state,
     make_mesh,
     refer,
@@ -201,7 +202,7 @@ def test_average_is_taken_bit_for_bit_and_nothing_is_kept() -> None:
     before = shards["a"].clone()
     means = outer.means(shards)
     assert means["a"] is shards["a"]
-    assert outer.form_pseudo_gradients(means, shards, lambda name: 1) == 0
+    assert outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) == 0
     assert outer.step(means, shards, 0.0) is None
     assert torch.equal(shards["a"], before) and not outer.anchors and outer.optimizer is None
 
@@ -235,7 +236,9 @@ def test_small_steps_add_up(dtype: torch.dtype, settings: dict[str, Any]) -> Non
             means = outer.means(shards)
             assert means["a"].dtype == torch.promote_types(kind, torch.float32)
             means["a"].add_(moved)
-            outer.step(means, shards, outer.form_pseudo_gradients(means, shards, lambda name: 1) ** 0.5)
+            outer.step(
+                means, shards, outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) ** 0.5
+            )
         assert torch.equal(shards["a"], outer.anchors["a"].to(kind))
         assert outer.num_steps == 60
         loops.append(outer.anchors["a"].double())
@@ -252,7 +255,7 @@ def test_what_trains_later_begins_with_its_first_average(name: str) -> None:
     shards["b"] = torch.full((2,), 5.0)
     for _ in range(3):
         means = outer.means(shards)
-        outer.form_pseudo_gradients(means, shards, lambda name: 1)
+        outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1))
         outer.step(means, shards, 1.0)
         assert torch.isfinite(shards["b"]).all()
     assert torch.allclose(shards["b"], torch.full((2,), 5.0), rtol=0.2)  # AdamW decays weights

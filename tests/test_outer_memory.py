@@ -14,8 +14,8 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.mesh import FederationMesh
 from hf_fedshard.outer import OuterLoop
 from tests.harness.live_memory import LiveMemory
+from tests.harness.outer_runs import dtypes_of, run_case, single
 from tests.harness.outer_runs import make_mesh as make_mesh_of_8
-from tests.harness.outer_runs import run_case, single
 from tests.harness.pool import WorkerPool
 from tests.test_exchange import make_mesh
 
@@ -128,7 +128,9 @@ def test_outer_state_is_in_pinned_host_memory(name: str) -> None:
             means = outer.means(shards)
             for mean in means.values():
                 mean.add_(0.1 * (number + 1))
-            outer.step(means, shards, outer.form_pseudo_gradients(means, lambda name: 1) ** 0.5)
+            outer.step(
+                means, shards, outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) ** 0.5
+            )
         assert outer.optimizer is not None
         held = [*outer.anchors.values()]
         for anchor in outer.anchors.values():

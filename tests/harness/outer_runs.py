@@ -114,6 +114,10 @@ def full_state(model: nn.Module) -> State:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named.items()}
 
 
+def dtypes_of(tensors: State) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in tensors.items()}
+
+
 def make_mesh() -> FederationMesh:
     mesh = build_federation_mesh("cpu", FederationLayout(NUM_GROUPS, 2, {"dp_shard": 2}))
     guard.watch(mesh)

@@ -174,6 +174,7 @@ def refer(
     outer: Callable[[Any], torch.optim.Optimizer] | None = None,
     dtype: torch.dtype = torch.float64,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    average: Callable[[Sequence[State], Sequence[float], State], State] | None = None,
 ) -> list[State]:
     """
     Delayed averaging on whole models in one process, one group after another; shares no code with the package.
@@ -199,6 +200,9 @@ def refer(
             Of the model.
         optimizer (`Callable`):
             Makes an inner optimizer.
+        average (`Callable`, *optional*):
+            Forms the average of parts of the groups' models from them, their weights, and what the last outcome of all
+            parameters was. By default it is exact.
 
     Returns:
         `list`: The model at each border.
@@ -211,7 +215,8 @@ def refer(
     optimizers = [optimizer(model.parameters()) for model in models]
     names = [name for name, _ in models[0].named_parameters()]
     parts = [list(part) for part in fragments] if fragments else [names]
-    stepper = Outer({name: param.detach() for name, param in models[0].named_parameters()}, outer)
+    anchors = {name: param.detach().clone() for name, param in models[0].named_parameters()}
+    stepper = Outer(anchors, outer)
     flights: deque[tuple[int, list[str], list[State], list[float]]] = deque()
     seen = {index: [0.0] * NUM_GROUPS for index in range(len(parts))}
     found: list[State] = []
@@ -222,10 +227,15 @@ def refer(
         seen[index] = [0.0] * NUM_GROUPS
         return [count / sum(counts) for count in counts]
 
+    def form(states: Sequence[State], weights: Sequence[float]) -> State:
+        new = stepper(average(states, weights, anchors) if average else weighted_average(states, weights))
+        anchors.update({name: tensor.clone() for name, tensor in new.items()})
+        return new
+
     @torch.no_grad()
     def land() -> None:
         _, part, snapshots, weights = flights.popleft()
-        new = stepper(weighted_average(snapshots, weights))
+        new = form(snapshots, weights)
         for model, snapshot in zip(models, snapshots, strict=True):
             for name in part:
                 held = model.get_parameter(name)
@@ -260,13 +270,12 @@ def refer(
                 if just_started:
                     # Nothing was trained since: the average is the model.
                     _, part, states, weights = flights.popleft()
-                    new = stepper(weighted_average(states, weights))
-                    _take(models, new)
+                    _take(models, form(states, weights))
                 else:
                     land()
             if not just_started:
                 weights = shares(len(parts) - 1)
-                _take(models, stepper(weighted_average(snapshot(names), weights)))
+                _take(models, form(snapshot(names), weights))
                 rounds += 1
             for index in seen:
                 seen[index] = [0.0] * NUM_GROUPS

@@ -121,3 +121,71 @@ class LossyAverage:
     @staticmethod
     def _flat(tensors: Mapping[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype) -> torch.Tensor:
         return torch.cat([tensors[name].reshape(-1).to(dtype) for name in names])
+
+
+class ShardedLossyAverage:
+    """
+    Averages whole tensors as ranks with shards of them do, any part of a model at a time: what is owed is kept by name.
+
+    Args:
+        wire_format (`str`):
+            `"bf16"`, `"int8"` or `"int4"`.
+        num_groups (`int`):
+            P, the peers.
+        num_replicas (`int`):
+            Replicas in a group.
+        num_shards (`int`):
+            Shards of a replica, cut along the first dim.
+        bucket_size_bytes (`int`):
+            Size of a bucket.
+    """
+
+    def __init__(
+        self, wire_format: str, num_groups: int, num_replicas: int, num_shards: int, bucket_size_bytes: int
+    ) -> None:
+        self.arguments = (wire_format, num_groups, num_replicas, bucket_size_bytes)
+        self.num_groups = num_groups
+        self.num_shards = num_shards
+        self.owed: dict[tuple[int, int, str], torch.Tensor] = {}
+
+    def __call__(self, groups: Sequence[Tensors], weights: Sequence[float], start: Tensors) -> Tensors:
+        """
+        The averages, whole.
+
+        Args:
+            groups (`Sequence[dict[str, torch.Tensor]]`):
+                What each group holds, whole and of one dtype.
+            weights (`Sequence[float]`):
+                Of the groups.
+            start (`dict[str, torch.Tensor]`):
+                What differences are taken to, of these parameters and perhaps others, in their order in the model.
+        """
+        names = [name for name in start if name in groups[0]]
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        for shard in range(self.num_shards):
+            cut = [{name: self._cut(group[name], shard) for name in names} for group in [*groups, start]]
+            average = LossyAverage(*self.arguments)
+            dtype, sizes = start[names[0]].dtype, [cut[0][name].numel() for name in names]
+            padded = -(-sum(sizes) // self._granule()) * self._granule()
+            for group in range(self.num_groups):
+                flat = average.residuals[group][dtype] = torch.zeros(padded, dtype=dtype)
+                owed = [self.owed.get((shard, group, name), torch.zeros(())) for name in names]
+                for part, there in zip(flat[: sum(sizes)].split(sizes), owed, strict=True):
+                    part.copy_(there)
+            means = average(cut[:-1], cut[-1], weights)
+            for group in range(self.num_groups):
+                flat = average.residuals[group][dtype]
+                assert not flat[sum(sizes) :].any()
+                for name, part in zip(names, flat[: sum(sizes)].split(sizes), strict=True):
+                    self.owed[shard, group, name] = part.clone()
+            for name, mean in means.items():
+                found[name].append(mean)
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def _cut(self, tensor: torch.Tensor, shard: int) -> torch.Tensor:
+        size = -(-len(tensor) // self.num_shards)
+        return tensor[shard * size : (shard + 1) * size]
+
+    def _granule(self) -> int:
+        wire_format, num_groups, num_replicas, _ = self.arguments
+        return num_groups * num_replicas * BLOCKS.get(wire_format, (16, 1))[1]
