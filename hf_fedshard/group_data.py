@@ -22,10 +22,16 @@ class GroupData:
             One dataset for each group, or a function that gives that of a group.
         num_groups (`int`):
             Number of groups.
+        take_turns (`bool`, defaults to `False`):
+            Whether every rank of a group reads the group's whole stream and takes its turn, where it would otherwise have
+            files of its own: those of a filtered stream may hold any number of samples, or none.
     """
 
-    def __init__(self, datasets: Sequence[Any] | Callable[[int], Any], num_groups: int) -> None:
+    def __init__(
+        self, datasets: Sequence[Any] | Callable[[int], Any], num_groups: int, take_turns: bool = False
+    ) -> None:
         self.num_groups = num_groups
+        self.take_turns = take_turns
         self._make = datasets if callable(datasets) else None
         self._parts: dict[int, Any] = {} if callable(datasets) else dict(enumerate(datasets))
         self._union: ConcatDataset[Any] | None = None
@@ -58,9 +64,9 @@ class GroupData:
         """
         if self._make is None:
             mapped = [_map(part, group, function, options) for group, part in self._parts.items()]
-            return type(self)(mapped, self.num_groups)
+            return type(self)(mapped, self.num_groups, self.take_turns)
         make = self._make
-        return type(self)(lambda group: _map(make(group), group, function, options), self.num_groups)
+        return type(self)(lambda group: _map(make(group), group, function, options), self.num_groups, self.take_turns)
 
     def all_parts(self) -> list[Any]:
         """

@@ -127,7 +127,9 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
                 "group_dataset(..., streaming=...)."
             )
         if streaming:
-            own, num_ranks, rank = _own_files(own, num_ranks, rank)
+            if not data.take_turns:
+                own, num_ranks, rank = _own_files(own, num_ranks, rank)
+            by_files = own is not data.of_group(group)
             begun = _look_ahead(own)
             empty = begun is None
             # One whose order depends on the epoch is opened when that is known, and can be opened again.
@@ -135,6 +137,12 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
         else:
             length = len(own)
             empty = length == 0
+        if empty and streaming and by_files:
+            raise ValueError(
+                f"The stream of group {group} has files for each of its ranks, but those of this one hold no sample. Leave empty "
+                "files out, give fewer files than ranks, so that each rank reads the whole stream and takes its turn, or "
+                "split by a column with split_by_column, which does so."
+            )
         if empty:
             raise ValueError(f"The dataset of group {group} is empty. Every group needs data of its own.")
     except Exception as problem:  # whatever it is, the other ranks must not be left waiting

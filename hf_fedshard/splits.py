@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from .group_data import GroupData, group_dataset
+from .group_data import GroupData, GroupStreams, group_dataset
 
 
 Assignment = Mapping[Any, int] | Callable[[Any], int]
@@ -63,10 +63,9 @@ def split_by_column(dataset: Any, column: str, num_groups: int, assignment: Assi
                 f"A {type(dataset).__name__} has no `filter`. Give a datasets.IterableDataset, or one stream for each group "
                 "with group_dataset."
             )
-        # Every group reads the whole stream and keeps its own.
-        return group_dataset(
-            [select(partial(_belongs, column, assignment, num_groups, group)) for group in range(num_groups)]
-        )
+        # Every rank reads the whole stream and keeps its group's: the column may follow the files.
+        streams = [select(partial(_belongs, column, assignment, num_groups, group)) for group in range(num_groups)]
+        return GroupStreams(streams, num_groups, take_turns=True)
     values = _column(dataset, column)
     if assignment is None:
         _refuse_missing(
@@ -85,8 +84,9 @@ def split_by_column(dataset: Any, column: str, num_groups: int, assignment: Assi
 
 def split_dirichlet(dataset: Any, label: str, alpha: float, num_groups: int, seed: int = 0) -> GroupData:
     """
-    Gives each group another mixture of labels: of each label, shares drawn from a symmetric Dirichlet distribution
-    (arXiv 1909.06335). The usual way to make groups as unlike as one wants.
+    Gives each group another mixture of labels: of each label, shares drawn from a symmetric Dirichlet distribution over the
+    groups (arXiv 1905.12022; arXiv 2102.02079 compares it with others). The usual way to make groups as unlike as one
+    wants. Groups differ in size too, unlike in arXiv 1909.06335, which draws a mixture for each group and keeps the sizes.
 
     ```python
     train_dataset = split_dirichlet(dataset, "party", alpha=0.5, num_groups=2)

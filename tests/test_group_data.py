@@ -14,7 +14,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from hf_fedshard import FedAvgCallback, GroupData, group_dataset, rounds
+from hf_fedshard import FedAvgCallback, GroupData, group_dataset, rounds, split_by_column
 from hf_fedshard.closing import make_row
 from hf_fedshard.own_data import EndlessStream
 from tests.harness.comparison import assert_matches, refer
@@ -36,6 +36,26 @@ def parts(*sizes: int, make: Any = ListDataset) -> list[Any]:
 def by_group(drawn: list[list[int]]) -> list[Counter[int]]:
     half = len(drawn) // 2
     return [Counter(number for numbers in drawn[at : at + half] for number in numbers) for at in (0, half)]
+
+
+def as_it_is(sample: Any) -> Any:
+    return sample
+
+
+@pytest.mark.parametrize("files", [(0, 0, 1, 1), (0, 0, 0, 1)], ids=["two each", "unequal"])
+def test_a_column_that_follows_the_files(world4: WorkerPool, tmp_path: Path, files: tuple[int, ...]) -> None:
+    """
+    Each file of the stream is of one group: a rank that had files of its own could find nothing in them, or little, which
+    it would draw again and again.
+    """
+    samples = [{**sample, "group": files[place // 4]} for place, sample in enumerate(numbered(16))]
+    stream = split_by_column(hf_stream(samples, num_shards=4), "group", 2, assignment={0: 0, 1: 1})
+    stream = stream.map(as_it_is, remove_columns="group")
+    size = files.count(1) * 4
+    drawn = drawn_by_ranks(world4, str(tmp_path), stream, max_steps=size // 2)
+    groups = by_group(drawn)
+    assert groups[1] == dict.fromkeys(range(16 - size, 16), 1)
+    assert groups[0] == dict.fromkeys(range(size), 1)
 
 
 @pytest.mark.parametrize("make", [ListDataset, Dataset.from_list], ids=["torch", "datasets"])
@@ -290,6 +310,12 @@ def nothing(group: int) -> Any:
     return ListDataset(token_samples(8 * (1 - group)))
 
 
+def half_empty() -> Any:
+    """A filtered stream: its second file holds nothing."""
+    samples = [{**sample, "kept": place < 2} for place, sample in enumerate(numbered(4))]
+    return hf_stream(samples, num_shards=2).filter(lambda sample: sample["kept"])
+
+
 def a_stream(group: int) -> Any:
     return StreamDataset(token_samples(8))
 
@@ -308,6 +334,11 @@ WRONG = {
         lambda: group_dataset(only_own, 2),
         {"num_groups": 1},
         "without federation groups there is nothing to train on",
+    ),
+    "empty files": (
+        lambda: group_dataset([half_empty(), half_empty()]),
+        {},
+        "those of this one hold no sample",
     ),
     "empty stream": (lambda: group_dataset(parts(4, 0, make=StreamDataset)), {}, "group 1 is empty"),
     "split": (
