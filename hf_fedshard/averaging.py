@@ -452,7 +452,7 @@ class ModelAverager:
             found[name] = 1
             if isinstance(param, DTensor):
                 sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
-                sharded = math.prod(size for size, placement in sizes if placement.is_shard())
+                sharded = math.prod(size for size, placement in sizes if not placement.is_replicate())
                 found[name] = self.mesh.group.size() // sharded
         return found
 

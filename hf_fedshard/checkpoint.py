@@ -273,8 +273,10 @@ def load_model(
         raise CheckpointError(f"The checkpoint {folder} is of another model: {' and '.join(parts)}.")
     load_tensors({name: tensor for name, tensor in tensors.items() if name not in local}, folder / MODEL_FOLDER)
     source = nearest_group(place.group_index, place.layout.num_groups, int(description["num_groups"]))
-    for origin, names in ((source, filter(is_local, local)), (0, [name for name in local if not is_local(name)])):
-        load_tensors({LOCAL_PREFIX + name: tensors[name] for name in sorted(names)}, folder / group_folder(origin))
+    for name_is_local, origin in ((True, source), (False, 0)):
+        names = sorted(name for name in local if is_local(name) == name_is_local)
+        if names:  # the part of one group has no folder of group 0
+            load_tensors({LOCAL_PREFIX + name: tensors[name] for name in names}, folder / group_folder(origin))
 
 
 def load_group_state(folder: Path, model: nn.Module, state: GroupState, place: Place, rule: str) -> None:

@@ -313,7 +313,11 @@ def nothing(group: int) -> Any:
 def half_empty() -> Any:
     """A filtered stream: its second file holds nothing."""
     samples = [{**sample, "kept": place < 2} for place, sample in enumerate(numbered(4))]
-    return hf_stream(samples, num_shards=2).filter(lambda sample: sample["kept"])
+    return hf_stream(samples, num_shards=2).filter(_is_kept)
+
+
+def _is_kept(sample: dict[str, Any]) -> bool:
+    return bool(sample["kept"])
 
 
 def a_stream(group: int) -> Any:

@@ -308,7 +308,9 @@ def _norms_under_tensor_parallelism() -> tuple[float, float]:
     parallelize_module(model, mesh.root["tp"], plan)
     fully_shard(model, mesh=mesh.root["dp_shard"])
     averager = ModelAverager(model, mesh, _config(outer_optimizer="nesterov"), [])
-    parts = [shard.square().sum() / averager._copies(name) for name, shard in averager._averaged_shards().items()]
+    shards = averager.averaged_shards()
+    copies = averager.copies(shards)
+    parts = [shard.square().sum() / copies[name] for name, shard in shards.items()]
     total = torch.stack(parts).sum()
     dist.all_reduce(total, group=mesh.group)
     whole = sum(param.full_tensor().square().sum() for param in model.parameters())
