@@ -71,7 +71,7 @@ def _measure(folder: str) -> dict[str, Any]:
     return {"borders": borders, "history": [logs for logs in trainer.state.log_history if "fedshard/round" in logs]}
 
 
-@pytest.mark.parametrize("world_size", [4, 8])
+@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_values(request: pytest.FixtureRequest, tmp_path: Path, world_size: int) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{world_size}")
     env = HSDP if world_size == 4 else fsdp_launch_env(4, 2)

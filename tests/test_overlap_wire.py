@@ -68,6 +68,7 @@ def test_fl_fsdp_is_the_reference(flat: list[dict[str, dict[str, Any]]], name: s
     assert_reference([rank[name] for rank in flat], expected(name, 4), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRID)
 def test_fl_hsdp_is_the_reference(hybrid: list[dict[str, dict[str, Any]]], name: str) -> None:
     assert_reference([rank[name] for rank in hybrid], expected(name, 8), 1e-12)

@@ -154,6 +154,7 @@ def steps_of(ranks: list[dict[str, Any]]) -> list[int]:
     return [row["fedshard/steps"] for row in ranks[0]["log"] if "fedshard/steps" in row]
 
 
+@pytest.mark.slow
 def test_by_drift_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
     ranks = run(world4, tmp_path, sync_every="drift", max_steps=20, settings={"max_drift": 3e-3, "min_sync_every": 1})
     drifts = [row["fedshard/drift"] for row in ranks[0]["log"] if "fedshard/drift" in row]

@@ -26,7 +26,7 @@ from tests.harness.preemption_runs import Pause, train
 LIMIT = 60.0
 # Too short for any further step: the group that gets the signal gives up on the border at once.
 NO_TIME = 0.01
-QUICK = {"later round", "outer loop", "any rank", "one group"}
+QUICK = {"later round", "outer loop", "any rank"}
 # Counted from where a process has begun.
 OF_A_PROCESS = ("batches", "train_loss")
 WHOLE: dict[str, list[dict[str, Any]]] = {}

@@ -148,7 +148,7 @@ def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
     return [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_is_the_reference(size: int, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")
     # Three steps in an epoch and rounds of two: a round spans the border of the epochs.

@@ -100,6 +100,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_as_plain_python(tmp_path: Path) -> None:
     """Output, traceback and exit code are those of `python script.py`; a script without a Trainer is an error."""
     folder = tmp_path / "real"

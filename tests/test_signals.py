@@ -62,7 +62,7 @@ def read(index: list[int]) -> tuple[int, str]:
     return index[0], os.environ["SEEN_BY"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_survive_a_signal_of_others(method: str) -> None:
     """The launcher's, as it is sent to a rank's process group; a rank's own still ends its workers."""
     loader = DataLoaderShard(
