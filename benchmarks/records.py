@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .statistics import select
 from .workload import Workload
 
 
@@ -95,8 +96,4 @@ def rounds_done(turns: list[dict[str, Any]], shape: str, rate: int, variant: str
         variant (`str`):
             Name.
     """
-    return sum(
-        len(turn["tokens_per_second"])
-        for turn in turns
-        if (turn["shape"], turn["rate"], turn["variant"]) == (shape, rate, variant)
-    )
+    return sum(len(turn["tokens_per_second"]) for turn in select(turns, shape, rate, variant))

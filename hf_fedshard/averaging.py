@@ -172,11 +172,12 @@ class ModelAverager:
         self, held: Held, weights: Sequence[float], with_moments: bool = True, step: bool = True
     ) -> Exchanged:
         """
-        The collectives of an averaging. Touches what is held and neither model nor optimizers, so it may run in a thread
-        beside the training steps where that is a snapshot.
+        The collectives of an averaging. Without adapters of which products are averaged, and without moments, it touches
+        what is held and neither model nor optimizers, so it may run in a thread beside the training steps where that is a
+        snapshot.
 
         Collective over the world, in this order: the buckets of the parameters, adapters of which products are averaged, the
-        buckets of the moments, the buffers, and one small exchange of norms.
+        counters and the buckets of the moments, the buffers, and one small exchange of norms.
 
         Args:
             held ([`Held`]):
