@@ -45,7 +45,11 @@ class AdvancingRounds(RoundCounter):
         if overlap is None or self.synchronous:
             return None
         while overlap.is_due(self.course.num_steps):
-            border = self._take_in() or border
+            landed = self._take_in()
+            if landed is not None:
+                # `overlap_steps` is at most a period, so that a round ends before the outcome of the next one is due.
+                assert border is None, "two rounds were taken in after one step"
+                border = landed
         fragment = overlap.fragment_due(self.steps, self.course.period)
         if fragment is not None:
             ends_round = self.is_due
@@ -56,6 +60,16 @@ class AdvancingRounds(RoundCounter):
                     self.course.end(MeasuredRound(self.steps, 0.0, 0.0, 0.0), agreed=True)
                 self._next_round()
         return border
+
+    def _turn(self) -> frozenset[str] | None:
+        """
+        Names of the parameters of which the outer optimizer makes a step if the round ends now; by default all. Each makes one
+        in a round: none where no step was made, and of fragments not those that have had their turn, see
+        [`OverlappedAveraging`]. The same on all ranks.
+        """
+        if not self.steps:
+            return frozenset()
+        return None if self.overlap is None else self.overlap.still_to_come()
 
     def _span(self) -> Span:
         return Span(

@@ -24,7 +24,8 @@ from .outcome import Exchanged, Outcome
 from .outer import OuterLoop
 from .residuals import Residuals
 from .selection import Selection
-from .shards import all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
+from .shards import accumulation_dtype, all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
+from .slow_tier import SlowTier
 
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,16 @@ class ModelAverager:
         self.residuals.reset()
         if self.mesh.layout.num_groups > 1:
             self.outer.restart(self.averaged_shards())
+
+    def wait(self) -> None:
+        """
+        Waits until no other thread of this rank uses the averager's communicators, ahead of collectives in this one. Several
+        federations may share a slow tier, and what one has started goes on beside the others.
+
+        All ranks start the same exchanges ahead of this, so each of them ends without anything that follows it here.
+        """
+        if isinstance(self.mesh, SlowTier):
+            self.mesh.worker.wait()
 
     @property
     def trained(self) -> list[str]:
@@ -143,11 +154,15 @@ class ModelAverager:
         excluded: tuple[int, ...],
         with_moments: bool = True,
         step: bool = True,
+        turn: Collection[str] | None = None,
     ) -> Outcome:
         """
         Replaces parameters and buffers by their average over the groups, and makes the outer step. Collective over the
         world: [`~ModelAverager.exchange`]. What follows, [`~ModelAverager.settle`], needs no communication: every rank
         steps its shards.
+
+        What is not in its turn becomes the average and keeps its anchor: the outer optimizer sees all that it has moved since
+        its last step in its next one, as if the groups had not been brought together in between.
 
         Args:
             held ([`Held`]):
@@ -159,17 +174,24 @@ class ModelAverager:
             with_moments (`bool`, defaults to `True`):
                 Whether the moments of all groups are of the same parameters, the same on all ranks.
             step (`bool`, defaults to `True`):
-                Whether the outer optimizer steps; if not, the average is the model.
+                Whether the outer optimizer steps; if not, the average is the model, and the anchor.
+            turn (`Collection[str]`, *optional*):
+                Names of the parameters that it steps, the same on all ranks; by default all.
 
         Returns:
             [`Outcome`]: What it came to.
         """
-        outcome = self.settle(held, self.exchange(held, weights, with_moments, step), excluded)
+        outcome = self.settle(held, self.exchange(held, weights, with_moments, step, turn), excluded)
         self.leave_out_frozen()
         return outcome
 
     def exchange(
-        self, held: Held, weights: Sequence[float], with_moments: bool = True, step: bool = True
+        self,
+        held: Held,
+        weights: Sequence[float],
+        with_moments: bool = True,
+        step: bool = True,
+        turn: Collection[str] | None = None,
     ) -> Exchanged:
         """
         The collectives of an averaging. Without adapters of which products are averaged, and without moments, it touches
@@ -181,12 +203,14 @@ class ModelAverager:
 
         Args:
             held ([`Held`]):
-                Written in place: `means` are the averages afterwards, or the pseudo-gradients.
+                Written in place: `means` are the averages afterwards, or the pseudo-gradients of what is stepped.
             weights (`Sequence[float]`):
                 See [`~ModelAverager.average`].
             with_moments (`bool`, defaults to `True`):
                 The same.
             step (`bool`, defaults to `True`):
+                The same.
+            turn (`Collection[str]`, *optional*):
                 The same.
 
         Returns:
@@ -206,9 +230,8 @@ class ModelAverager:
             if with_moments:
                 with_moments = self._average_moments(held, weights)
             self._average_buffers(held, weight, total)
-        row["pseudo_gradient"] = (
-            self.outer.form_pseudo_gradients(held.means, held.dtypes, held.copies) if step else 0.0
-        )
+        stepped = {name: mean for name, mean in held.means.items() if step and (turn is None or name in turn)}
+        row["pseudo_gradient"] = self.outer.form_pseudo_gradients(stepped, held.dtypes, held.copies)
         rows, _ = exchange_rows(row, self.mesh)
         counted = sum(weight > 0 for weight in weights)
         return Exchanged(
@@ -220,6 +243,7 @@ class ModelAverager:
             with_moments=with_moments,
             lora_error=lora_error,
             step=step,
+            turn=None if turn is None else frozenset(turn),
         )
 
     def settle(
@@ -235,7 +259,7 @@ class ModelAverager:
 
         Args:
             held ([`Held`]):
-                After [`~ModelAverager.exchange`]; its `shards` get the new model.
+                After [`~ModelAverager.exchange`]; those of its `shards` that are there get the new model.
             found ([`Exchanged`]):
                 From there.
             excluded (`tuple[int, ...]`):
@@ -249,7 +273,7 @@ class ModelAverager:
             [`Outcome`]: What it came to.
         """
         if found.step:
-            rate = self.outer.step(held.means, held.shards, found.pseudo_gradient_norm, last)
+            rate = self.outer.step(held.means, held.shards, found.pseudo_gradient_norm, last, found.turn)
         else:
             rate = self.outer.take(held.means, held.shards)
         self._settle_moments(excluded, found.with_moments, names)
@@ -402,7 +426,8 @@ class ModelAverager:
             wire_format (`str`, defaults to `"fp32"`):
                 How they cross.
         """
-        names = tuple((name, tensor.numel(), tensor.dtype) for name, tensor in tensors.items())
+        # Of what the buckets depend on: a snapshot of parameters in bfloat16, which is fp32, has their plan.
+        names = tuple((name, tensor.numel(), accumulation_dtype(tensor.dtype)) for name, tensor in tensors.items())
         if part not in self._plans or self._plans[part][0] != names:
             plan = plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes, wire_format)
             self._plans[part] = (names, plan)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from .handshake import FederationMismatchError
 from .held import Held
 from .mesh import Peers
@@ -42,7 +44,13 @@ class Border:
 
 
 def make_row(
-    held: Held, tally: Tally, steps: int, updates: float, seconds: float, bytes_sent: int, group_size: int
+    held: Held,
+    tally: Tally,
+    steps: int,
+    updates: torch.Tensor | float,
+    seconds: float,
+    bytes_sent: int,
+    group_size: int,
 ) -> dict[str, float]:
     """
     What a rank tells the others: sums over the ranks of a group are what the group says.
@@ -54,7 +62,7 @@ def make_row(
             What it has counted.
         steps (`int`):
             Optimizer steps of the round.
-        updates (`float`):
+        updates (`float` or `torch.Tensor`):
             Those that were made: a gradient scaler may have skipped some.
         seconds (`float`):
             Time of the round, waiting for other groups left aside.
@@ -65,7 +73,7 @@ def make_row(
     """
     return {
         "steps": steps / group_size,
-        "updates": updates / group_size,
+        "updates": float(updates) / group_size,
         "plan": held.digest() / group_size,
         "moments": held.moments_digest() / group_size,
         "not_finite": float(not held.finite),

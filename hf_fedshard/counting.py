@@ -221,11 +221,14 @@ class RoundCounter:
                 f"with sync_every={self.course.period}. Call `fedavg.step()` after each optimizer step."
             )
 
-    def _num_updates(self) -> float:
-        """Steps that an optimizer made, where somebody counts them: a gradient scaler may have skipped some."""
+    def _num_updates(self) -> torch.Tensor | float:
+        """
+        Steps that an optimizer made, where somebody counts them: a gradient scaler may have skipped some. Not read here, as in
+        [`~RoundCounter.note_optimizer_step`].
+        """
         if not (self.counts_updates or guard.is_watching()):
             return self.steps
-        return (self.num_optimizer_steps - float(self.num_skipped_steps)) / max(len(self.optimizers), 1)
+        return (self.num_optimizer_steps - self.num_skipped_steps) / max(len(self.optimizers), 1)
 
     def _next_round(self) -> None:
         self.round += 1

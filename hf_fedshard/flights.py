@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
 
 from .closing import Rows
 from .held import Held
 from .metrics import Tally
 from .outcome import Exchanged
 from .snapshots import Snapshot
+
+
+Count: TypeAlias = float | torch.Tensor
+"""What may be on the device still: whoever reads it waits for that."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +33,8 @@ class Span:
             Those of the whole run.
         tally ([`Tally`]):
             Of the round so far.
-        updates (`float`):
-            Steps that an optimizer made.
+        updates (`float` or `torch.Tensor`):
+            Steps that an optimizer made; for the thread that exchanges to read.
         period (`int`, *optional*):
             For the metrics: the period of the round, where it is no fixed one.
     """
@@ -36,7 +43,7 @@ class Span:
     steps: int
     steps_behind: int
     tally: Tally
-    updates: float
+    updates: Count
     period: int | None
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .collectives import Group
 from .layout import FederationLayout
-from .slow_tier import SlowTier
+from .slow_tier import SlowTier, tier_backend
 
 
 FED_AXIS = "fed"
@@ -82,15 +82,16 @@ class FederationMesh:
             The slice for `fully_shard`: one axis for FSDP, two for HSDP, inside the group.
         group (`ProcessGroup`):
             All ranks of this rank's federation group: the fast tier.
-        slow_tier ([`SlowTier`], *optional*):
-            Communicators for averagings alone, if they run beside the training steps or on a backend of their own.
+        slow_tiers (`tuple[SlowTier, ...]`, *optional*):
+            Communicators for averagings alone, one set for each backend, if they run beside the training steps or on a
+            backend of their own.
     """
 
     layout: FederationLayout
     root: DeviceMesh
     fsdp: DeviceMesh
     group: dist.ProcessGroup
-    slow_tier: SlowTier | None = None
+    slow_tiers: tuple[SlowTier, ...] = ()
 
     @property
     def fed(self) -> dist.ProcessGroup:
@@ -134,6 +135,17 @@ class FederationMesh:
             return torch.device("cpu")
         return torch.device(self.root.device_type, torch.accelerator.current_device_index())
 
+    def find_slow_tier(self, slow_backend: str | None) -> SlowTier | None:
+        """
+        The communicators that a federation averages on, if they have been made.
+
+        Args:
+            slow_backend (`str`, *optional*):
+                Their backend.
+        """
+        wanted = tier_backend(self.root.device_type, slow_backend)
+        return next((tier for tier in self.slow_tiers if tier.backend == wanted), None)
+
     def set_timeout(self, seconds: float) -> None:
         """
         Bounds how long any collective of the federation, of FSDP2 inside it, or of the world waits for its peers.
@@ -145,7 +157,7 @@ class FederationMesh:
             seconds (`float`):
                 The bound.
         """
-        slow = [] if self.slow_tier is None else self.slow_tier.process_groups()
+        slow = [group for tier in self.slow_tiers for group in tier.process_groups()]
         for group in {dist.group.WORLD, self.group, *self.root.get_all_groups(), *self.fsdp.get_all_groups(), *slow}:
             # There is no public setter.
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -198,7 +210,8 @@ def build_federation_mesh(
 
 def add_slow_tier(mesh: FederationMesh, slow_backend: str | None = None) -> FederationMesh:
     """
-    Gives averagings communicators of their own, if the mesh has none with this backend. Collective over the world.
+    Gives averagings communicators of their own, if the mesh has none with this backend. Those that it has stay, since
+    another federation may average on them. Collective over the world.
 
     Args:
         mesh ([`FederationMesh`]):
@@ -209,8 +222,7 @@ def add_slow_tier(mesh: FederationMesh, slow_backend: str | None = None) -> Fede
     Returns:
         [`FederationMesh`]: The mesh with them.
     """
-    held = mesh.slow_tier
-    if mesh.layout.num_groups == 1 or (held is not None and held.backend == slow_backend):
+    if mesh.layout.num_groups == 1 or mesh.find_slow_tier(slow_backend) is not None:
         return mesh
-    tier = SlowTier(mesh.layout, mesh.root.device_type, mesh.group, mesh.replicate, mesh.fed, slow_backend)
-    return dataclasses.replace(mesh, slow_tier=tier)
+    tier = SlowTier(mesh.layout, mesh.root.device_type, slow_backend)
+    return dataclasses.replace(mesh, slow_tiers=(*mesh.slow_tiers, tier))

@@ -53,6 +53,8 @@ class Exchanged:
             What the adapters could not hold.
         step (`bool`):
             Whether the outer optimizer is to step.
+        turn (`frozenset[str]`, *optional*):
+            Names of the parameters that it is to step; by default all.
     """
 
     weights: tuple[float, ...]
@@ -62,6 +64,7 @@ class Exchanged:
     with_moments: bool
     lora_error: float | None
     step: bool
+    turn: frozenset[str] | None = None
 
     @property
     def drift(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -33,6 +33,8 @@ class OuterLoop:
     def __init__(self, config: FederationConfig) -> None:
         self.config = config
         self.anchors: dict[str, torch.Tensor] = {}
+        self.apart: set[str] = set()
+        """Names of the parameters that have left their anchor at a border, which was not their turn. The same on all ranks."""
         self.num_steps = 0
         """Outer steps made: where the schedule stands."""
         self.plain = is_plain_averaging(config)
@@ -40,6 +42,8 @@ class OuterLoop:
         self.memory = OuterMemory(config.offload_outer_state)
         self.optimizer: torch.optim.Optimizer | None = None
         self._rate = 0.0
+        self._device: torch.device | None = None
+        """Of the parameters: what is exchanged may lie in host memory, and anchors too."""
 
     def restart(self, shards: Mapping[str, torch.Tensor]) -> None:
         """
@@ -50,6 +54,8 @@ class OuterLoop:
                 This rank's shards of what is averaged.
         """
         self.num_steps = 0
+        self.apart.clear()
+        self._device = next((shard.device for shard in shards.values()), self._device)
         if not self.keeps_anchors:
             return
         # The same dictionary: the proximal term looks its anchors up in it.
@@ -83,14 +89,13 @@ class OuterLoop:
 
     def _adopt(self, name: str, value: torch.Tensor) -> None:
         """Takes in what began to train inside the round: it has moved already, and begins from its first average."""
-        # Where the others are: what is exchanged may lie in host memory.
-        device = next((held.device for held in self.anchors.values()), value.device)
+        device = self._device or value.device
         self.anchors[name] = anchor = self.memory.copy(value, device, accumulation_dtype(value.dtype))
         if self.optimizer is not None:
             self.optimizer.param_groups[0]["params"].append(anchor)
             # Adagrad makes its state when it is constructed.
             self.optimizer.state.update(self._make({name: anchor}).state)
-            self.memory.adopt_state(self.optimizer, anchor, value.device)
+            self.memory.adopt_state(self.optimizer, anchor, device)
 
     def forget(self, names: Iterable[str]) -> None:
         """
@@ -100,6 +105,8 @@ class OuterLoop:
             names (`Iterable[str]`):
                 Of the parameters.
         """
+        names = set(names)
+        self.apart -= names
         dropped = {id(self.anchors.pop(name)) for name in names}
         if self.optimizer is None:
             return
@@ -171,48 +178,74 @@ class OuterLoop:
         shards: Mapping[str, torch.Tensor],
         norm: float,
         last: bool = True,
+        turn: Collection[str] | None = None,
     ) -> float | None:
         """
         Steps the anchor and gives the parameters its values. Without communication.
 
+        What is not in its turn becomes its average, and keeps its anchor and its place in the schedule: it has not moved from
+        the model of its last step by less for that.
+
         Args:
             means (`Mapping[str, torch.Tensor]`):
-                The pseudo-gradients, and the averages of what has no anchor yet; their content is lost.
+                The pseudo-gradients, and the averages of what has no anchor yet, or is not in its turn; their content is lost.
             shards (`Mapping[str, torch.Tensor]`):
-                This rank's shards, written in place.
+                This rank's shards, written in place; those that are missing are left to the caller.
             norm (`float`):
-                Norm of the pseudo-gradient of the whole model, the same bits on all ranks.
+                Norm of the pseudo-gradient of all that is stepped, the same bits on all ranks.
             last (`bool`, defaults to `True`):
                 Whether the schedule goes on: not with a fragment of the model that others follow.
+            turn (`Collection[str]`, *optional*):
+                Names of the parameters that are stepped, the same on all ranks; by default all.
 
         Returns:
             `float` or `None`: The outer learning rate; `None` where the average is the model.
         """
         if self.optimizer is None:
             return self.take(means, shards)
+        if turn is not None:
+            self._leave({name: mean for name, mean in means.items() if name not in turn}, shards)
+            means = {name: mean for name, mean in means.items() if name in turn}
+            if not turn:
+                return None
         config, limit = self.config, self.config.outer_max_norm
         rate = self._rate * rate_factor(
             config.outer_schedule, config.outer_warmup_rounds, config.outer_schedule_rounds, self.num_steps
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        # What lies in host memory comes to the device one shard at a time.
+        one_by_one = self.memory.offload or any(mean.device != self._device for mean in means.values())
         for name, gradient in means.items():
             if name not in self.anchors:
                 self._adopt(name, gradient)
                 gradient.zero_()
             if limit is not None and norm > limit:
                 gradient.mul_(limit / norm)
-            if self.memory.offload:
-                self.memory.step(self.optimizer, self.anchors[name], gradient)
+            if one_by_one:
+                on_device = gradient.to(self._device or gradient.device, non_blocking=True)
+                self.memory.step(self.optimizer, self.anchors[name], on_device)
             else:
                 self.anchors[name].grad = gradient
-        if not self.memory.offload:
+        if not one_by_one:
             self.optimizer.step()
         for name in means:
             self.anchors[name].grad = None
-            shards[name].copy_(self.anchors[name])
+            if name in shards:
+                shards[name].copy_(self.anchors[name])
+        self.apart.difference_update(means)
         self.num_steps += last
         return rate
+
+    def _leave(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor]) -> None:
+        """Takes the average as the model, and leaves the anchor where it is."""
+        for name, mean in means.items():
+            if name in shards and mean is not shards[name]:
+                shards[name].copy_(mean)
+            if name in self.anchors:
+                self.apart.add(name)
+            else:
+                self._adopt(name, mean)
 
     @torch.no_grad()
     def take(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor]) -> None:
@@ -223,13 +256,15 @@ class OuterLoop:
             means (`Mapping[str, torch.Tensor]`):
                 The averages.
             shards (`Mapping[str, torch.Tensor]`):
-                This rank's shards, written in place.
+                This rank's shards, written in place; those that are missing are left to the caller.
         """
+        self.apart.difference_update(means)
         for name, mean in means.items():
-            if mean is not shards[name]:
+            if name in shards and mean is not shards[name]:
                 shards[name].copy_(mean)
             if name in self.anchors:
-                self.anchors[name].copy_(mean)
+                # From pinned memory without waiting for the steps on the device. Not into it: the host may read it next.
+                self.anchors[name].copy_(mean, non_blocking=mean.device.type == "cpu")
             elif self.keeps_anchors:
                 self._adopt(name, mean)
 

@@ -40,7 +40,8 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
     collective over the replicas of a shard, see [`take_residuals`].
 
     At a border the anchor is the model, and not stored again, but for parameters with fewer bits than fp32, which round
-    it. Inside a round the model has left it, and it is stored, also where only a proximal term or the wire format needs it.
+    it, and for fragments whose turn it was not, which have left it. Inside a round all have, and it is stored, also where only
+    a proximal term or the wire format needs it.
 
     Args:
         averager ([`ModelAverager`]):
@@ -61,7 +62,7 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
     for name, anchor in outer.anchors.items():
         param = averager.model.get_parameter(name)
         plain = plain_name(name)
-        if inside or param.dtype != anchor.dtype:
+        if inside or param.dtype != anchor.dtype or name in outer.apart:
             tensors[f"{plain}/{_ANCHOR}"] = as_sharded(anchor, param)
         state = {} if outer.optimizer is None else outer.optimizer.state.get(anchor, {})
         for key, value in state.items():
@@ -210,6 +211,7 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
         param = averager.model.get_parameter(names[plain])
         if key == _ANCHOR:
             wanted[entry] = as_sharded(anchor, param)
+            outer.apart.add(names[plain])  # until it is stepped: another checkpoint may be made ahead of that
         elif tensor.shape == param.shape:
             own = outer.memory.copy(torch.empty_like(anchor, dtype=tensor.dtype), anchor.device)
             state.setdefault(anchor, {})[key] = own

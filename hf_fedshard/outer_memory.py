@@ -58,31 +58,28 @@ class OuterMemory:
 
     def step(self, optimizer: torch.optim.Optimizer, anchor: torch.Tensor, gradient: torch.Tensor) -> None:
         """
-        Steps one parameter of an optimizer, on the device of its gradient: brings the parameter and its state there, and
-        back again. The arithmetic is that of a step without offload, bit for bit.
+        Steps one parameter of an optimizer, on the device of its gradient: where they are in host memory it brings the
+        parameter and its state there, and back again. The arithmetic is that of a step of all at once, bit for bit.
 
         Args:
             optimizer (`torch.optim.Optimizer`):
                 The outer optimizer, with one group of parameters, which it steps one by one.
             anchor (`torch.Tensor`):
-                The parameter, in host memory.
+                The parameter, where it is held.
             gradient (`torch.Tensor`):
                 Its gradient.
         """
+        if not self.offload:
+            _step_alone(optimizer, anchor, gradient)
+            return
         device = gradient.device
-        (group,) = optimizer.param_groups
         held: dict[str, Any] = optimizer.state.pop(anchor, {})
         working = anchor.detach().to(device, copy=True)
-        working.grad = gradient
         if held:
             optimizer.state[working] = {
                 key: value.to(device, copy=True) if _is_large(value, anchor) else value for key, value in held.items()
             }
-        everything, group["params"] = group["params"], [working]
-        try:
-            optimizer.step()
-        finally:
-            group["params"] = everything
+        _step_alone(optimizer, working, gradient)
         anchor.copy_(working)
         for key, value in optimizer.state.pop(working, {}).items():
             if not _is_large(value, anchor):
@@ -92,6 +89,17 @@ class OuterMemory:
             else:
                 held[key] = self.copy(value, device)
         optimizer.state[anchor] = held
+
+
+def _step_alone(optimizer: torch.optim.Optimizer, param: torch.Tensor, gradient: torch.Tensor) -> None:
+    (group,) = optimizer.param_groups
+    everything, group["params"] = group["params"], [param]
+    param.grad = gradient
+    try:
+        optimizer.step()
+    finally:
+        group["params"] = everything
+        param.grad = None
 
 
 def empty_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: bool) -> torch.Tensor:

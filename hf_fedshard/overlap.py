@@ -24,11 +24,11 @@ from .averaging import ModelAverager
 from .closing import Border, check_rows, left_out, make_metrics, make_row
 from .collectives import broadcast
 from .config import FederationConfig
-from .flights import Flight, Landed, RoundSums, Span
+from .flights import Count, Flight, Landed, RoundSums, Span
 from .fragments import divide, starts, trained_sizes
-from .held import Held
 from .metrics import RoundMetrics, Tally, exchange_rows
 from .outcome import Outcome
+from .shards import reshard
 from .slow_tier import SlowTier
 from .snapshots import Snapshot, Snapshots, note_distance
 from .weights import group_weights
@@ -63,18 +63,20 @@ class OverlappedAveraging:
         self.config = config
         self.wants_border = False
         """Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, or a group has fallen out."""
-        self._snapshots = Snapshots(averager)
+        self._snapshots = Snapshots(averager, tier.worker.device)
         self._flights: deque[Flight] = deque()
         self._sums = RoundSums()
-        self._before = (0.0, 0.0, 0.0, 0.0)
-        self._counted: dict[int, tuple[float, ...]] = {}
+        self._before: tuple[Count, ...] = (0.0,) * 4
+        self._counted: dict[int, tuple[Count, ...]] = {}
+        self._had_turn: set[int] = set()
+        """Fragments whose exchange was started in the running round."""
         self._failure: BaseException | None = None
+        self._failed_together = False
+        """Whether all ranks have failed with it at the same place, so that their communicators are in order."""
         self.fragments: list[frozenset[str] | None] = [None]
         if config.num_fragments > 1:
             sizes = trained_sizes(averager.model, averager.averaged_shards())
             self.fragments = [*divide(sizes, config.num_fragments)]
-        # What another federation on this tier has left in flight ends first: the thread that trains uses it at borders.
-        tier.worker.submit(lambda: None).result()
 
     @property
     def in_flight(self) -> bool:
@@ -102,6 +104,11 @@ class OverlappedAveraging:
         places = starts(period, len(self.fragments))
         return places.index(steps) if steps in places else None
 
+    def still_to_come(self) -> frozenset[str] | None:
+        """Names of the parameters of those fragments that have not had their turn in the round; `None` for a whole model."""
+        names = [names for number, names in enumerate(self.fragments) if number not in self._had_turn]
+        return None if len(self.fragments) == 1 else frozenset().union(*(part for part in names if part is not None))
+
     def start(
         self, fragment: int, span: Span, votes: Mapping[str, bool], sums: Mapping[str, float], bytes_besides: int = 0
     ) -> None:
@@ -125,7 +132,10 @@ class OverlappedAveraging:
         seconds = span.tally.own_seconds()
         tally, updates = self._window(fragment, span)
         last = fragment == len(self.fragments) - 1
-        snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
+        self._had_turn = set() if last else {*self._had_turn, fragment}
+        # A whole model is exchanged as at full borders, so that these do not take over what is owed.
+        part = f"fragment {fragment}" if len(self.fragments) > 1 else "parameters"
+        snapshot = self._snapshots.take(part, self.fragments[fragment], with_buffers=last)
         more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
         more |= {f"sum/{name}": value for name, value in sums.items()}
         more["frozen"] = float(self.averager.has_frozen())
@@ -162,18 +172,25 @@ class OverlappedAveraging:
         In the thread of the slow tier, collective over the world. Order on every rank: the rows, so that a group that has
         fallen out is known; weights, if a function gives them; what [`ModelAverager.exchange`] does; rank 0's drift, where
         the period follows it.
+
+        The rows go through host memory: all groups have come when the first kernel of the exchange is launched, so that none
+        spins on the device, in the way of the steps, for as long as the slowest group trains.
         """
         started = time.perf_counter()
         tier, averager = self.tier, self.averager
         if snapshot.ready is not None:
+            # Anchors, buffers and counts too are what the steps' stream makes them by then.
+            snapshot.ready.wait(torch.accelerator.current_stream())
             if tier.device.type == "cpu":
                 snapshot.ready.synchronize()
-            else:
-                snapshot.ready.wait(torch.accelerator.current_stream())
-        held = snapshot.hold()
+        held = snapshot.to_exchange()
         row = make_row(held, span.tally, span.steps, span.updates, seconds, bytes_sent, tier.layout.group_size)
-        rows, _ = exchange_rows({**row, **more}, tier)
-        check_rows(rows, held, span.round)
+        rows, _ = exchange_rows({**row, **more}, tier.host)
+        try:
+            check_rows(rows, held, span.round)
+        except Exception:  # from rows that all ranks hold
+            self._failed_together = True
+            raise
         excluded = left_out(rows)
         weights = group_weights(self.config.group_weights, rows, excluded, tier)
         found = averager.exchange(held, weights, with_moments=False)
@@ -185,8 +202,8 @@ class OverlappedAveraging:
             broadcast(measured, tier.fed)
             drift = float(measured)
         if averager.outer.optimizer is None:
-            note_distance(held, snapshot)
-        if tier.device.type != "cpu":
+            note_distance(snapshot)
+        if tier.worker.device.type != "cpu":
             # The other thread then needs no more than this one's word for it.
             torch.accelerator.current_stream().synchronize()
         return Landed(rows, held, found, excluded, drift, time.perf_counter() - started)
@@ -218,15 +235,14 @@ class OverlappedAveraging:
         landed = flight.future.result()
         self._flights.popleft()
         last = flight.fragment == len(self.fragments) - 1
-        outcome: list[Outcome] = []
-
-        def settle(held: Held) -> None:
-            names = self.fragments[flight.fragment]
-            outcome.append(self.averager.settle(held, landed.found, landed.excluded, names, last))
-
+        names = self.fragments[flight.fragment]
+        reshard(self.averager.model)
+        # The outer step moves the anchors alone: the model has left the snapshot, and is given the difference.
+        held = dataclasses.replace(landed.held, shards={})
+        outcome = self.averager.settle(held, landed.found, landed.excluded, names, last)
         left = self.tier.group_index in landed.excluded
         share = 1.0 - self.config.overlap_alpha
-        self._snapshots.put(landed.held, flight.snapshot, share, left or untouched, settle)
+        self._snapshots.put(flight.snapshot, share, replace=left or untouched)
         if any(any(landed.rows[f"vote/{name}"]) for name in flight.votes):
             self.wants_border = True
         if any(landed.rows["frozen"]):
@@ -241,7 +257,7 @@ class OverlappedAveraging:
             return None
         sums, self._sums = self._sums, RoundSums()
         border = Border(
-            self._metrics(flight, landed, outcome[0], sums),
+            self._metrics(flight, landed, outcome, sums),
             {name: any(landed.rows[f"vote/{name}"]) for name in flight.votes},
             {name: sum(landed.rows[f"sum/{name}"]) for name in flight.sums},
         )
@@ -270,20 +286,19 @@ class OverlappedAveraging:
             pseudo_gradient_norm=norm,
         )
 
-    def _window(self, fragment: int, span: Span) -> tuple[Tally, float]:
-        """What was counted since the last exchange of a fragment, which for the last one and for a whole model is the round."""
-        tally, last = span.tally, fragment == len(self.fragments) - 1
-        if len(self.fragments) == 1:
-            return tally, span.updates
+    def _window(self, fragment: int, span: Span) -> tuple[Tally, Count]:
+        """
+        What was counted since the last exchange of a fragment, which for the last one and for a whole model is the round. Of
+        updates without reading them: they may be on the device.
+        """
+        tally = span.tally
         counts = (tally.tokens, tally.labels, tally.samples, span.updates)
         now = tuple(before + count for before, count in zip(self._before, counts, strict=True))
-        tokens, labels, samples, updates = (
-            total - counted for total, counted in zip(now, self._counted.get(fragment, (0.0,) * 4), strict=True)
-        )
-        self._counted[fragment] = now
-        if last:
-            self._before = now  # type: ignore[assignment]
-            return tally, span.updates
+        if fragment == len(self.fragments) - 1:
+            self._before = now
+            return dataclasses.replace(tally), span.updates
+        counted, self._counted[fragment] = self._counted.get(fragment, (0.0,) * 4), now
+        tokens, labels, samples, updates = (total - before for total, before in zip(now, counted, strict=True))
         return dataclasses.replace(tally, tokens=tokens, labels=labels, samples=samples), updates
 
     def begin_anew(self) -> None:
@@ -291,13 +306,23 @@ class OverlappedAveraging:
         assert not self._flights
         self.wants_border = False
         self._sums = RoundSums()
-        self._before = (0.0, 0.0, 0.0, 0.0)
+        self._before = (0.0,) * 4
         self._counted.clear()
+        self._had_turn.clear()
 
     def discard(self) -> None:
-        """Waits for what is in flight and forgets it: the model was replaced. Collective over the world."""
+        """
+        Waits for what is in flight and forgets it: the model was replaced. Collective over the world.
+
+        Raises:
+            Exception: What an exchange has failed with on this rank alone: its communicators are out of step with the others'.
+                An error that all ranks have found, no finite group say, is over with the model that it was about.
+        """
         while self._flights:
             self._flights.popleft().future.exception()
+        if not self._failed_together:
+            self.raise_failure()
+        self._failure, self._failed_together = None, False
         self.begin_anew()
 
     def abandon(self) -> None:

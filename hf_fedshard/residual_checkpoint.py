@@ -35,6 +35,7 @@ def take_residuals(averager: ModelAverager) -> dict[str, torch.Tensor]:
     """
     if not averager.residuals:
         return {}
+    averager.wait()
     owed = averager.residuals.by_name()
     found: dict[str, torch.Tensor] = {}
     for name in averager.outer.anchors:

@@ -17,7 +17,9 @@ class Residuals:
     accumulation dtype: 4 bytes for each element that this rank exchanges, which is its slice of its shards.
 
     They are kept plan by plan: fragments of a model, whose turns alternate, each keep theirs. Plans that share a parameter,
-    as those of a fragment and of the whole model do, are not held at a time: the one in use takes over what is owed.
+    as those of a fragment and of the whole model do, are not held at a time: the one in use takes over what is owed. For that
+    time whole shards of it are held where the residuals live, 4 bytes an element, and with replicas they are gathered inside
+    the group.
 
     Args:
         memory ([`OuterMemory`]):
@@ -75,7 +77,7 @@ class Residuals:
         if plan.codec is None or not plan.codec.feeds_back:
             return None
         for held, flats in self._slices:
-            if held is plan:
+            if held == plan:  # by value: what is made anew for the same parameters cuts them in the same way
                 return flats
         here, self._device = plan.names(), device
         kept = []
@@ -116,7 +118,8 @@ class Residuals:
 
     def _cut(self, plan: ExchangePlan, bucket: Bucket, owed: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The own slice of a bucket, zeros for what is not owed."""
-        whole = torch.zeros(bucket.numel, dtype=bucket.dtype)
+        device = torch.device("cpu") if self.memory.offload else self._device
+        whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
         for piece in bucket.pieces:
             if piece.name in owed:
                 target = whole[piece.offset : piece.offset + piece.stop - piece.start]

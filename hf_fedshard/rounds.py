@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from .overlap import OverlappedAveraging
 from .periods import MeasuredRound
 from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
+from .slow_tier import SlowTier
 from .weights import group_weights
 
 
@@ -74,7 +75,7 @@ class Rounds(AdvancingRounds):
         self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a" and mesh.layout.num_groups > 1:  # one group is plain training
             self.when_finished(freeze_first_factors(model, self.optimizers))
-        tier = mesh.slow_tier if isinstance(mesh, FederationMesh) else None
+        tier = self._find_tier()
         self.peers: Peers = mesh if tier is None else tier
         self._begin(one_model)
         self.averager = ModelAverager(model, self.peers, config, self.optimizers)
@@ -82,8 +83,7 @@ class Rounds(AdvancingRounds):
         self.course = Course(model, mesh, config, self.optimizers, num_training_steps)
         self.course.begin()
         self.overlap = None
-        if config.overlap_steps and mesh.layout.num_groups > 1:
-            assert tier is not None, "overlap_steps needs build_federation_mesh(..., with_slow_tier=True)"
+        if config.overlap_steps and tier is not None:
             self.overlap = OverlappedAveraging(self.averager, tier, config)
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
@@ -94,6 +94,19 @@ class Rounds(AdvancingRounds):
             )
             self.when_finished(term.remove)
         guard.attach(self)
+
+    def _find_tier(self) -> SlowTier | None:
+        """The communicators that the settings ask for: a mesh may have some that were made for another federation."""
+        config, mesh = self.config, self.mesh
+        if not isinstance(mesh, FederationMesh) or mesh.layout.num_groups == 1:
+            return None
+        if not config.overlap_steps and config.slow_backend is None:
+            return None
+        tier = mesh.find_slow_tier(config.slow_backend)
+        assert tier is not None, (
+            "these settings need build_federation_mesh(..., with_slow_tier=True, slow_backend=...)"
+        )
+        return tier
 
     def _begin(self, one_model: bool) -> None:
         """Makes sure that all groups plan the same and, if they are to, hold one model. Collective over the world."""
@@ -169,13 +182,14 @@ class Rounds(AdvancingRounds):
         """
         Closes the round: every group's parameters become their average. Collective over the world.
 
-        Order on every rank: what is in flight, see [`OverlappedAveraging`], so that no other thread uses the slow tier; the
-        small exchange of metrics and votes; one of weights if a function gives them, then those of
-        [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase needs. What is
-        done depends only on values that all ranks have exchanged, so they stay together.
+        Order on every rank: what is in flight, see [`OverlappedAveraging`], also of other federations on the same slow tier,
+        so that no other thread uses it; the small exchange of metrics and votes; one of weights if a function gives them,
+        then those of [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase
+        needs. What is done depends only on values that all ranks have exchanged, so they stay together.
 
         After synchronous steps the groups hold one model already: in place of the average stands the proof of that, and
-        there is no outer step.
+        there is no outer step. Nor is there one of what has made its step in this round, beside the steps, or in a round
+        without a step: see [`ModelAverager.average`].
 
         Args:
             votes (`Mapping[str, bool]`, *optional*):
@@ -194,7 +208,9 @@ class Rounds(AdvancingRounds):
         votes, sums = dict(votes or {}), dict(sums or {})
         if self.mesh.layout.num_groups == 1:
             return self._close_alone(votes, sums)
+        turn = self._turn()
         earlier, is_border = self._drain()
+        self.averager.wait()
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
             return self._border_as_it_is(earlier.pop(), votes, sums)
@@ -210,7 +226,7 @@ class Rounds(AdvancingRounds):
         rows, wait_seconds = exchange_rows(row, self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
-        outcome = self._average(held, rows)
+        outcome = self._average(held, rows, turn)
         metrics = make_metrics(
             rows,
             self.peers,
@@ -250,15 +266,15 @@ class Rounds(AdvancingRounds):
             (border,),
         )
 
-    def _average(self, held: Held, rows: Rows) -> Outcome:
+    def _average(self, held: Held, rows: Rows, turn: Collection[str] | None) -> Outcome:
         if self.course.holds_one_model(held.shards):
             return self.averager.take_as_it_is(held, left_out(rows))
         excluded = left_out(rows)
-        # Without a step since fragments were averaged there is nothing to weigh by.
-        rule = self.config.group_weights if self.steps or self.overlap is None else "uniform"
+        # Without a step since the last averaging there is nothing to weigh by.
+        rule = self.config.group_weights if self.steps else "uniform"
         weights = group_weights(rule, rows, excluded, self.peers)
         with_moments = moments_agree(rows, self.peers, self.round + 1)
-        return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous)
+        return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous, turn=turn)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters that this object averages."""

@@ -82,8 +82,7 @@ class TrainingSession:
         )
         # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
         self._at_border = False
-        # Whole epochs behind a resumed run; a fraction is exact only to rounding.
-        # Epochs begun, those of the run that is resumed included.
+        # Epochs begun, those of the run that is resumed included: a fraction is exact only to rounding.
         self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
         self._tokens = self._samples = self._labels = 0.0

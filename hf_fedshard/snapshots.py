@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +21,14 @@ class Snapshot:
     Args:
         shards (`dict[str, torch.Tensor]`):
             This rank's shards in fp32 or more. After a plain averaging the distance to the average stands here.
+        means (`dict[str, torch.Tensor]`):
+            Room for their averages.
         dtypes (`dict[str, torch.dtype]`):
             Of the parameters.
         buffers (`dict[str, torch.Tensor]`):
             The persistent buffers, with the last fragment.
+        mean_buffers (`dict[str, torch.Tensor]`):
+            Room for their averages.
         besides (`list[torch.Tensor]`):
             Scalars that are finite if all else is that has to be, left on the device.
         plans (`dict[str, ExchangePlan]`):
@@ -39,20 +42,25 @@ class Snapshot:
     """
 
     shards: dict[str, torch.Tensor]
+    means: dict[str, torch.Tensor]
     dtypes: dict[str, torch.dtype]
     buffers: dict[str, torch.Tensor]
+    mean_buffers: dict[str, torch.Tensor]
     besides: list[torch.Tensor]
     plans: dict[str, ExchangePlan]
     problems: list[str]
     copies: dict[str, int]
     ready: torch.Event | None
 
-    def hold(self) -> Held:
-        """What is handed to the exchange: a second copy, in which averages are formed. For the thread that exchanges."""
-        means = {name: shard.clone() for name, shard in self.shards.items()}
-        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+    def to_exchange(self) -> Held:
+        """What a rank brings to the exchange, in which averages are formed. For the thread that exchanges."""
+        for target, source in ((self.means, self.shards), (self.mean_buffers, self.buffers)):
+            for name, tensor in source.items():
+                target[name].copy_(tensor)
         finite = all_finite([*self.shards.values(), *self.besides])
-        return Held(means, self.dtypes, means, {}, buffers, self.plans, finite, self.problems, self.copies)
+        return Held(
+            self.means, self.dtypes, self.means, {}, self.mean_buffers, self.plans, finite, self.problems, self.copies
+        )
 
 
 class Snapshots:
@@ -60,25 +68,29 @@ class Snapshots:
     Takes snapshots and gives their outcome to the model.
 
     Memory: a snapshot takes 4 bytes for each element of this rank's shards (8 of float64), which are kept from round to
-    round; while an exchange is in flight its averages take as much again.
+    round; while an exchange is in flight its averages take as much again. Both are made by the thread that trains, also
+    where the other one writes them: on a device memory returns to the stream that it was made on, and so to the steps.
 
     Args:
         averager ([`ModelAverager`]):
             Of the model.
+        device (`torch.device`):
+            Of the training steps.
     """
 
-    def __init__(self, averager: ModelAverager) -> None:
+    def __init__(self, averager: ModelAverager, device: torch.device) -> None:
         self.averager = averager
-        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self.device = device
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
 
     @torch.no_grad()
-    def take(self, fragment: int, names: Collection[str] | None, with_buffers: bool) -> Snapshot:
+    def take(self, part: str, names: Collection[str] | None, with_buffers: bool) -> Snapshot:
         """
         Copies what is averaged, without communication and, on a device, without waiting for it.
 
         Args:
-            fragment (`int`):
-                Its number. Its last snapshot is overwritten, so what came of that has to be in the model.
+            part (`str`):
+                What part of the model it is. Its last snapshot is overwritten, so what came of that has to be in the model.
             names (`Collection[str]`, *optional*):
                 Of its parameters; by default all.
             with_buffers (`bool`):
@@ -91,91 +103,100 @@ class Snapshots:
         reshard(averager.model)
         averager.note_trainable()
         everything = averager.averaged_shards()
-        held = {name: shard for name, shard in everything.items() if names is None or name in names}
-        target = self._storage(fragment, held)
-        if held:
-            torch._foreach_copy_(list(target.values()), list(held.values()), non_blocking=True)
+        shards = {name: shard for name, shard in everything.items() if names is None or name in names}
+        target = self._storage(part, shards)
+        if shards:
+            torch._foreach_copy_(list(target.values()), list(shards.values()), non_blocking=True)
         buffers = persistent_buffers(averager.model) if with_buffers else {}
         besides = averager.checked_besides(everything, buffers) if with_buffers else []
         return Snapshot(
             shards=target,
-            dtypes={name: shard.dtype for name, shard in held.items()},
+            means={name: self._room(shard) for name, shard in shards.items()},
+            dtypes={name: shard.dtype for name, shard in shards.items()},
             buffers={name: buffer.clone() for name, buffer in buffers.items()},
-            besides=[torch.linalg.vector_norm(part, ord=float("inf")) for part in besides if _has_floats(part)],
-            plans=averager.parameter_plans(target, f"fragment {fragment}"),
+            mean_buffers={name: torch.empty_like(buffer) for name, buffer in buffers.items()},
+            besides=[torch.linalg.vector_norm(tensor, ord=float("inf")) for tensor in besides if _has_floats(tensor)],
+            plans=averager.parameter_plans(target, part),
             problems=averager.strays(),
-            copies=averager.copies(held),
-            ready=_record(averager.mesh.device, held),
+            copies=averager.copies(shards),
+            ready=self._record(),
         )
 
-    def _storage(self, fragment: int, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        kept = self._kept.get(fragment)
-        if kept is not None and _signature(kept) == [
-            (n, t.shape, accumulation_dtype(t.dtype)) for n, t in held.items()
-        ]:
-            return kept
+    def _storage(self, part: str, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = self._kept.get(part)
+        wanted = [(name, shard.shape, accumulation_dtype(shard.dtype)) for name, shard in shards.items()]
+        if kept is None or [(name, tensor.shape, tensor.dtype) for name, tensor in kept.items()] != wanted:
+            kept = self._kept[part] = {name: self._room(shard) for name, shard in shards.items()}
+        return kept
+
+    def _room(self, shard: torch.Tensor) -> torch.Tensor:
+        """For a shard where it is exchanged; in host memory pinned, if it is copied from a GPU."""
         staged = self.averager.mesh.device.type == "cpu"
-        made = {}
-        for name, shard in held.items():
-            pin = staged and shard.device.type == "cuda"
-            device = torch.device("cpu") if staged else shard.device
-            made[name] = torch.empty(shard.shape, dtype=accumulation_dtype(shard.dtype), device=device, pin_memory=pin)
-        self._kept[fragment] = made
-        return made
+        return torch.empty(
+            shard.shape,
+            dtype=accumulation_dtype(shard.dtype),
+            device="cpu" if staged else shard.device,
+            pin_memory=staged and shard.device.type == "cuda",
+        )
+
+    def _record(self) -> torch.Event | None:
+        """Notes, on the stream of the training steps, where all that was launched so far is done."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.Event(device=self.device)
+        event.record()
+        return event
 
     @torch.no_grad()
-    def put(
-        self,
-        held: Held,
-        snapshot: Snapshot,
-        share: float,
-        replace: bool,
-        settle: Callable[[Held], None],
-    ) -> None:
+    def put(self, snapshot: Snapshot, share: float, replace: bool) -> None:
         """
         Gives the model what came of a snapshot: `w + share (new - snapshot)`, so that the steps made meanwhile stay. Without
-        communication.
+        communication. `new` is the anchor after the outer step, of plain averaging the average.
+
+        What was exchanged in host memory comes to the device one parameter at a time, and nothing of the averages that the
+        model does not need.
 
         Floating-point buffers take their average: they are statistics, and a difference could make a variance negative.
         Integer ones, which count, keep what was counted meanwhile.
 
         Args:
-            held ([`Held`]):
-                From [`~Snapshot.hold`], after the exchange.
             snapshot ([`Snapshot`]):
-                The snapshot.
+                The snapshot, after the exchange and the outer step. Its content is lost.
             share (`float`):
                 Of the way to the new model that is gone.
             replace (`bool`):
                 Whether the new model is taken as it is, bit for bit.
-            settle (`Callable[[Held], None]`):
-                Makes the new model of the averages, in `means`.
         """
         averager = self.averager
         reshard(averager.model)
         shards = local_shards(averager.model)
-        _keep_until_done(held.means, held.buffers)
-        own = [shards[name] for name in held.means]
-        is_plain = averager.outer.optimizer is None
-        devices = {name: shards[name].device for name in held.means}
-        means = {name: mean.to(devices[name], non_blocking=True) for name, mean in held.means.items()}
-        settle(dataclasses.replace(held, shards=means, means=means, buffers={}))
-        if replace and own:
-            torch._foreach_copy_(own, list(means.values()))
-        elif own:
-            distance = [part.to(devices[name], non_blocking=True) for name, part in snapshot.shards.items()]
-            if not is_plain:
-                # In the place of the averages, which are the new model by now.
-                new = list(means.values())
-                torch._foreach_sub_(new, distance)
-                distance = new
-            torch._foreach_add_(own, distance, alpha=share)
+        plain = averager.outer.optimizer is None
+        new = snapshot.means if plain else averager.outer.anchors
+        for names in self._turns(snapshot, shards, new):
+            own = [shards[name] for name in names]
+            if replace:
+                torch._foreach_copy_(own, [_bring(new[name], shards[name]) for name in names])
+                continue
+            distances = [_bring(snapshot.shards[name], shards[name]) for name in names]
+            if not plain:
+                torch._foreach_neg_(distances)
+                torch._foreach_add_(distances, [_bring(new[name], shards[name]) for name in names])
+            torch._foreach_add_(own, distances, alpha=share)
         buffers = persistent_buffers(averager.model)
-        for name, mean in held.buffers.items():
+        for name, mean in snapshot.mean_buffers.items():
             if replace or mean.dtype.is_floating_point:
                 buffers[name].copy_(mean)
             elif mean.dtype != torch.bool:
-                buffers[name].add_((mean - snapshot.buffers[name]).to(buffers[name].device))
+                buffers[name].add_(mean - snapshot.buffers[name])
+
+    def _turns(
+        self, snapshot: Snapshot, shards: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
+    ) -> list[list[str]]:
+        """Names of the parameters that are given theirs together: all, or each alone if it has to be brought from elsewhere."""
+        names = list(snapshot.shards)
+        if any(part[name].device != shards[name].device for name in names for part in (snapshot.shards, new)):
+            return [[name] for name in names]
+        return [names] if names else []
 
     def drop(self) -> None:
         """Frees the memory that is kept."""
@@ -183,40 +204,22 @@ class Snapshots:
 
 
 @torch.no_grad()
-def note_distance(held: Held, snapshot: Snapshot) -> None:
+def note_distance(snapshot: Snapshot) -> None:
     """
     Turns a snapshot into its distance to the averages, in place. For the thread that exchanges.
 
     Args:
-        held ([`Held`]):
-            After a plain averaging.
         snapshot ([`Snapshot`]):
-            The snapshot.
+            The snapshot, after a plain averaging.
     """
     for name, shard in snapshot.shards.items():
-        torch.sub(held.means[name], shard, out=shard)
-
-
-def _signature(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Size, torch.dtype]]:
-    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        torch.sub(snapshot.means[name], shard, out=shard)
 
 
 def _has_floats(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and tensor.is_floating_point()
 
 
-def _keep_until_done(*several: Mapping[str, torch.Tensor]) -> None:
-    """The other thread's stream must not get this memory back before the stream of the steps has read it."""
-    for tensor in (tensor for tensors in several for tensor in tensors.values()):
-        if tensor.device.type != "cpu":
-            tensor.record_stream(torch.accelerator.current_stream())
-
-
-def _record(device: torch.device, held: Mapping[str, torch.Tensor]) -> torch.Event | None:
-    """Notes, on the stream of the training steps, where the copies are made."""
-    kinds = {shard.device.type for shard in held.values()} - {"cpu"} | ({device.type} - {"cpu"})
-    if not kinds:
-        return None
-    event = torch.Event(device=kinds.pop())
-    event.record()
-    return event
+def _bring(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """From pinned memory without waiting for the steps: the copy is on their stream, ahead of what reads it."""
+    return tensor.to(like.device, non_blocking=True)

@@ -82,4 +82,4 @@ def test_a_simulation_has_nothing_to_overlap() -> None:
 def test_nccl_needs_gpus() -> None:
     unused: Any = None
     with pytest.raises(ValueError, match="slow_backend='nccl' needs NVIDIA GPUs, but this run trains on cpu"):
-        SlowTier(unused, "cpu", unused, None, unused, "nccl")
+        SlowTier(unused, "cpu", "nccl")

@@ -33,8 +33,13 @@ class LiveMemory(TorchDispatchMode):
             if storage._cdata not in self._before and storage._cdata not in self._alive:
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive.values()))
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         return result
+
+    @property
+    def alive_bytes(self) -> int:
+        """What is alive now."""
+        return sum(size for held, size in self._alive.values() if not held.expired())
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

@@ -177,7 +177,8 @@ def refer(
     average: Callable[[Sequence[State], Sequence[float], State], State] | None = None,
 ) -> list[State]:
     """
-    Delayed averaging on whole models in one process, one group after another; shares no code with the package.
+    Delayed averaging on whole models in one process, one group after another; shares no code with the package. In a round
+    each parameter makes one outer step: a border brings the others together, and leaves their anchors where they are.
 
     Args:
         num_ranks (`int`):
@@ -219,6 +220,7 @@ def refer(
     stepper = Outer(anchors, outer)
     flights: deque[tuple[int, list[str], list[State], list[float]]] = deque()
     seen = {index: [0.0] * NUM_GROUPS for index in range(len(parts))}
+    to_come = set(names)
     found: list[State] = []
     steps, rounds = 0, 0
 
@@ -227,10 +229,11 @@ def refer(
         seen[index] = [0.0] * NUM_GROUPS
         return [count / sum(counts) for count in counts]
 
-    def form(states: Sequence[State], weights: Sequence[float]) -> State:
-        new = stepper(average(states, weights, anchors) if average else weighted_average(states, weights))
+    def form(states: Sequence[State], weights: Sequence[float], turn: Collection[str] = names) -> State:
+        mean = average(states, weights, anchors) if average else weighted_average(states, weights)
+        new = stepper({name: tensor for name, tensor in mean.items() if outer is None or name in turn})
         anchors.update({name: tensor.clone() for name, tensor in new.items()})
-        return new
+        return {**mean, **new}
 
     @torch.no_grad()
     def land() -> None:
@@ -262,8 +265,9 @@ def refer(
         is_border = step + 1 in borders or step + 1 == NUM_STEPS
         if due:
             flights.append((step + 1 + delay, parts[due[0]], snapshot(parts[due[0]]), shares(due[0])))
+            to_come -= set(parts[due[0]])
             if steps == period:
-                steps, rounds = 0, rounds + 1
+                steps, rounds, to_come = 0, rounds + 1, set(names)
         if is_border:
             just_started = len(parts) == 1 and bool(due)
             while flights:
@@ -275,11 +279,11 @@ def refer(
                     land()
             if not just_started:
                 weights = shares(len(parts) - 1)
-                _take(models, form(snapshot(names), weights))
+                _take(models, form(snapshot(names), weights, to_come if steps else ()))
                 rounds += 1
             for index in seen:
                 seen[index] = [0.0] * NUM_GROUPS
-            steps = 0
+            steps, to_come = 0, set(names)
             found.append({name: param.detach().clone() for name, param in models[0].named_parameters()})
     return found
 
