@@ -114,6 +114,36 @@ def test_offload_changes_no_bit(world8: WorkerPool) -> None:
         assert rank == dict.fromkeys(OFFLOADED, True)
 
 
+@pytest.mark.parametrize("name", ["nesterov", "fedyogi", "Adagrad", "NAdam", "Rprop"])
+def test_one_by_one_is_all_at_once(name: str) -> None:
+    """As it is done with pseudo-gradients that lie in host memory, and anchors that do not."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(size, generator=generator) for size in (7, 33)]
+    found = []
+    for alone in (False, True):
+        outer = OuterLoop(FederationConfig(2, outer_optimizer=name))
+        shards = {str(number): tensor.clone() for number, tensor in enumerate(start)}
+        outer.restart(shards)
+        assert outer.optimizer is not None
+        for number in range(3):
+            gradients = {key: 0.1 * (number + 1) * shard.sin() for key, shard in shards.items()}
+            for key, gradient in gradients.items():
+                if alone:
+                    outer.memory.step(outer.optimizer, outer.anchors[key], gradient)
+                else:
+                    outer.anchors[key].grad = gradient
+            if not alone:
+                outer.optimizer.step()
+            assert all(anchor.grad is None for anchor in outer.anchors.values()) == alone
+        assert outer.optimizer.param_groups[0]["params"] == list(outer.anchors.values())
+        found.append(outer)
+    for key, anchor in found[0].anchors.items():
+        assert torch.equal(anchor, found[1].anchors[key])
+        assert not torch.equal(anchor, start[int(key)])
+        for one, other in zip(*(outer.optimizer.state[outer.anchors[key]].values() for outer in found), strict=True):  # type: ignore[union-attr]
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nesterov", "Adagrad", "AdamW"])
 def test_outer_state_is_in_pinned_host_memory(name: str) -> None:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_fedshard import guard
 from hf_fedshard.residuals import Residuals
 from hf_fedshard.slow_tier import SlowTierWorker
+from hf_fedshard.snapshots import Snapshots
 from tests.harness.live_memory import LiveMemory
-from tests.harness.overlap_runs import OverlapRun, make_mesh
+from tests.harness.overlap_runs import OverlapRun, make_mesh, run_case
 from tests.harness.pool import WorkerPool
 
 
@@ -68,6 +69,27 @@ def test_memory_beside_the_steps(world4: WorkerPool, settings: dict[str, Any]) -
             assert found
             for size in found:
                 assert abs(size - stated * NUM_ELEMENTS) < SLACK, (stated, size / NUM_ELEMENTS)
+
+
+def taken_in(settings: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Body: a run whose outcomes are taken in all at once, and parameter by parameter."""
+    mesh, turns = make_mesh(), Snapshots._turns
+
+    def alone(*args: Any) -> list[list[str]]:
+        return [[name] for names in turns(*args) for name in names]
+
+    found = [run_case(mesh, settings)["borders"][-1]]
+    with mock.patch.object(Snapshots, "_turns", alone):
+        found.append(run_case(mesh, settings)["borders"][-1])
+    return found
+
+
+@pytest.mark.parametrize("outer", ["fedavg", "nesterov"])
+def test_an_outcome_may_come_parameter_by_parameter(world4: WorkerPool, outer: str) -> None:
+    """As it does where it was exchanged in host memory."""
+    settings = {"dtype": torch.float32, "sync_every": 3, "overlap_steps": 2, "outer_optimizer": outer}
+    for first, second in world4.run(taken_in, settings):
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 class Reads(TorchDispatchMode):
