@@ -120,7 +120,8 @@ def test_the_steps_send_what_they_send_anyway(world4: WorkerPool, tmp_path: Path
     "settings",
     [
         {"sync_every": 2, "overlap_steps": 1, "outer_optimizer": "nesterov"},
-        {"sync_every": 3, "overlap_steps": 2, "num_fragments": 2},
+        # At the border one fragment has left its anchor, since it had its turn inside the round.
+        {"sync_every": 3, "overlap_steps": 2, "num_fragments": 2, "outer_optimizer": "nesterov"},
     ],
     ids=["whole", "fragments"],
 )

@@ -26,16 +26,18 @@ def main(ending: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     run = OverlapRun(make_mesh(), sync_every=3, overlap_steps=2)
-    for step in range(4):
-        if ending == "error" and step == 2 and dist.get_rank() == 3:
-            time.sleep(60)
-        run.train(step)
-        run.rounds.step()
-        if ending == "error" and step == 3 and dist.get_rank() == 0:
-            raise KeyError("an error of the script")
-    if ending == "finish":
-        run.rounds.finish()
-    shutdown()
+    try:
+        for step in range(4):
+            if ending == "error" and step == 2 and dist.get_rank() == 3:
+                time.sleep(60)
+            run.train(step)
+            run.rounds.step()
+            if ending == "error" and step == 3 and dist.get_rank() == 0:
+                raise KeyError("an error of the script")
+        if ending == "finish":
+            run.rounds.finish()
+    finally:
+        shutdown()
 
 
 if __name__ == "__main__":
