@@ -39,7 +39,7 @@ def main(slow_backend: str) -> None:
     torch.cuda.set_device(dist.get_rank())
     mesh = make_mesh(slow_backend=slow_backend, device="cuda")
     for settings, borders, told in CASES:
-        found = run_case(mesh, {"dtype": torch.float64, **settings}, borders)
+        found = run_case(mesh, {"dtype": torch.float64, "slow_backend": slow_backend, **settings}, borders)
         for state, expected in zip(found["borders"], refer(4, borders=borders, **told), strict=True):
             for name, tensor in expected.items():
                 torch.testing.assert_close(state[name].cpu(), tensor, rtol=0, atol=1e-10)
