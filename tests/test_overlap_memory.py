@@ -93,7 +93,7 @@ def test_an_outcome_may_come_parameter_by_parameter(world4: WorkerPool, outer: s
 
 
 class Reads(TorchDispatchMode):
-    """Notes what reads a value, for which a device would be waited for."""
+    """Notes what reads a floating-point value, for which a device would be waited for. Meshes of ranks are on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero"):
+        if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero") and args[0].is_floating_point():
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 
