@@ -17,6 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -66,8 +67,8 @@ class OverlappedAveraging:
         self._snapshots = Snapshots(averager, tier.worker.device)
         self._flights: deque[Flight] = deque()
         self._sums = RoundSums()
-        self._before: tuple[Count, ...] = (0.0,) * 4
-        self._counted: dict[int, tuple[Count, ...]] = {}
+        self._before: tuple[Any, ...] = (0.0,) * 4
+        self._counted: dict[int, tuple[Any, ...]] = {}
         self._had_turn: set[int] = set()
         """Fragments whose exchange was started in the running round."""
         self._failure: BaseException | None = None
@@ -292,7 +293,7 @@ class OverlappedAveraging:
         updates without reading them: they may be on the device.
         """
         tally = span.tally
-        counts = (tally.tokens, tally.labels, tally.samples, span.updates)
+        counts: tuple[Any, ...] = (tally.tokens, tally.labels, tally.samples, span.updates)
         now = tuple(before + count for before, count in zip(self._before, counts, strict=True))
         if fragment == len(self.fragments) - 1:
             self._before = now
