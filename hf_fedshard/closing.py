@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .handshake import FederationMismatchError
 from .held import Held
@@ -39,6 +39,12 @@ class Border:
     votes: dict[str, bool] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     earlier: tuple[Border, ...] = ()
+
+    def report(self) -> RoundMetrics:
+        """The metrics, with those of the rounds that were taken in with it, so that a loop gets each round's once."""
+        # What had just been started is the border itself.
+        earlier = tuple(border.metrics for border in self.earlier if border.metrics is not self.metrics)
+        return replace(self.metrics, earlier=earlier) if earlier else self.metrics
 
 
 def make_row(

@@ -124,10 +124,10 @@ class Rounds(AdvancingRounds):
 
         Returns:
             [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`. With `overlap_steps` those of the last
-            round, where its outcome was taken in.
+            round, where its outcome was taken in; where a border takes in several, the others are their `earlier`.
         """
         if self.count_step(loss, tokens, samples) and self.needs_border:
-            return self.close().metrics
+            return self.close().report()
         border = self.advance()
         return None if border is None else border.metrics
 
@@ -137,9 +137,10 @@ class Rounds(AdvancingRounds):
         model is evaluated for the last time or saved.
 
         Returns:
-            [`RoundMetrics`] or `None`: The metrics of the last round, `None` if the model was at a border already.
+            [`RoundMetrics`] or `None`: The metrics of the last round, in their `earlier` those of a round that was in flight;
+            `None` if the model was at a border already.
         """
-        metrics = None if self.at_border else self.close().metrics
+        metrics = None if self.at_border else self.close().report()
         self.release()
         return metrics
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_fedshard.fragments import divide
-from tests.harness.overlap_runs import block_net, make_mesh, refer, run_case, run_cases
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, refer, run_case, run_cases
 from tests.harness.pool import WorkerPool
 
 
@@ -133,6 +133,46 @@ def test_metrics_of_every_round_come_once(flat: list[dict[str, dict[str, Any]]])
         assert beside[0].bytes_sent == 8 * elements
         # All fragments together send the model once.
         assert rank["fragments"]["metrics"][0].bytes_sent == 8 * elements
+
+
+LOOPS: dict[str, tuple[dict[str, Any], int]] = {
+    # Settings, and the step after which a layer is frozen.
+    "blocking": ({"sync_every": 3}, 0),
+    "in flight at the end": ({"sync_every": 3, "overlap_steps": 3}, 0),
+    "begun at the end": ({"sync_every": 11, "overlap_steps": 2}, 0),
+    "fragments": ({"sync_every": 4, "overlap_steps": 4, "num_fragments": 3}, 0),
+    "a border that is wanted": ({"sync_every": 2, "overlap_steps": 2}, 1),
+    "synchronous at last": ({"sync_every": 3, "overlap_steps": 3, "sync_steps_at_end": 5}, 0),
+}
+
+
+def count_rounds() -> dict[str, list[tuple[int, int, int]]]:
+    """Body: rounds, steps and rounds taken in with them, of all that a loop is given by `step` and `finish`."""
+    mesh, found = make_mesh(), {}
+    for name, (settings, frozen_after) in LOOPS.items():
+        run = OverlapRun(mesh, **settings)
+        given = []
+        for step in range(NUM_STEPS):
+            given.append(run.step(step))
+            if step + 1 == frozen_after:
+                run.model.head.requires_grad_(False)  # type: ignore[union-attr]
+        given.append(run.rounds.finish())
+        found[name] = [
+            (each.round, each.steps, len(each.earlier))
+            for metrics in given
+            if metrics is not None
+            for each in (*metrics.earlier, metrics)
+        ]
+    return found
+
+
+def test_a_loop_is_given_each_round_once(world4: WorkerPool) -> None:
+    for found in world4.run(count_rounds, limit_seconds=120):
+        for name, rounds in found.items():
+            assert [number for number, _, _ in rounds] == list(range(1, len(rounds) + 1)), name
+            assert sum(steps for _, steps, _ in rounds) == NUM_STEPS, name
+        several = {name for name, rounds in found.items() if any(earlier for _, _, earlier in rounds)}
+        assert several == set(LOOPS) - {"blocking", "begun at the end"}
 
 
 def run_single(settings: dict[str, Any]) -> dict[str, Any]:
