@@ -92,7 +92,7 @@ class AdvancingRounds(RoundCounter):
         overlap = self.overlap
         if overlap is None:
             return [], False
-        untouched = self.steps == 0 and self.num_optimizer_steps == 0 and len(overlap.fragments) == 1
+        untouched = self.untouched and len(overlap.fragments) == 1
         is_border = untouched and overlap.in_flight
         borders = []
         while overlap.in_flight:

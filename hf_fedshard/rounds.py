@@ -255,8 +255,8 @@ class Rounds(AdvancingRounds):
         if self.course.holds_one_model(held.shards):
             return self.averager.take_as_it_is(held, left_out(rows))
         excluded = left_out(rows)
-        # Without a step since fragments were averaged there is nothing to weigh by.
-        rule = self.config.group_weights if self.steps or self.overlap is None else "uniform"
+        # Without a counted step, after fragments or in the middle of the first one, there is nothing to weigh by.
+        rule = self.config.group_weights if self.steps else "uniform"
         weights = group_weights(rule, rows, excluded, self.peers)
         with_moments = moments_agree(rows, self.peers, self.round + 1)
         return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous)

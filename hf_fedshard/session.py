@@ -180,8 +180,7 @@ class TrainingSession:
             control (`TrainerControl`):
                 What the event came with; requests in it are held back inside a round.
         """
-        if not self._at_border:  # else the request is met at once
-            self._scheduled.note(event, state)
+        self._scheduled.note(event, state)
         if event == "on_epoch_begin":
             self.epoch += 1
             self._epoch_is_empty = True
@@ -190,6 +189,8 @@ class TrainingSession:
             self._pending_flags.discard("should_epoch_stop")
         elif event == "on_step_begin":
             self._begin_step()
+        elif event == "on_pre_optimizer_step":
+            self.rounds.note_begun()
         elif event == "on_substep_end":
             self._hold_back(control)
         elif event == "on_step_end":
@@ -318,7 +319,7 @@ class TrainingSession:
         if self._at_border:
             # Closed on demand in this very step: this is the border that the requests wait for.
             self.in_round = False
-            self._share(control, FLAGS)
+            self._meet_requests(control)
             return
         self._hold_back(control)
         if self._steps_left <= 0 and self._needs_border(state):
@@ -346,7 +347,7 @@ class TrainingSession:
             raise ValueError("The train_dataset is empty: its stream gave no batch. Give it at least one example.")
         if not self.in_round:
             if self._at_border:
-                self._share(control, FLAGS)
+                self._meet_requests(control)
             return
         # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
         ends_here = self._epoch_is_empty or self.epoch >= state.num_train_epochs
@@ -383,6 +384,11 @@ class TrainingSession:
             return
         if not self.preemption.protocol.wait_for_border(self.rounds.round, self._border_seconds):
             self.preemption.leave_alone(self.rounds, self.progress(), untouched)
+
+    def _meet_requests(self, control: TrainerControl) -> None:
+        """At a border, what was asked for with the event is met at once."""
+        self._scheduled.pending = False
+        self._share(control, FLAGS)
 
     def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
         """At a border: what any rank asks for holds for all."""
