@@ -57,6 +57,14 @@ class AdvancingRounds(RoundCounter):
                 self._next_round()
         return border
 
+    @property
+    def has_to_advance(self) -> bool:
+        """Whether [`~AdvancingRounds.advance`] has an outcome to take in or an averaging to start: the same on all ranks."""
+        if self.overlap is None or self.synchronous:
+            return False
+        starts = self.overlap.fragment_due(self.steps, self.course.period) is not None
+        return starts or self.overlap.is_due(self.course.num_steps)
+
     def _span(self) -> Span:
         return Span(
             round=self.round + 1,

@@ -27,9 +27,9 @@ from .config import FederationConfig
 from .flights import Flight, Landed, RoundSums, Span
 from .fragments import divide, starts, trained_sizes
 from .held import Held
+from .mesh import OverlapPeers
 from .metrics import RoundMetrics, Tally, exchange_rows
 from .outcome import Outcome
-from .slow_tier import SlowTier
 from .snapshots import Snapshot, Snapshots, note_distance
 from .weights import group_weights
 
@@ -48,7 +48,7 @@ class OverlappedAveraging:
     Args:
         averager ([`ModelAverager`]):
             Of the model, on the slow tier.
-        tier ([`SlowTier`]):
+        tier ([`OverlapPeers`]):
             The communicators, and the thread.
         config ([`FederationConfig`]):
             The settings.
@@ -57,7 +57,7 @@ class OverlappedAveraging:
         ValueError: On every rank, if the model cannot be divided into so many fragments.
     """
 
-    def __init__(self, averager: ModelAverager, tier: SlowTier, config: FederationConfig) -> None:
+    def __init__(self, averager: ModelAverager, tier: OverlapPeers, config: FederationConfig) -> None:
         self.averager = averager
         self.tier = tier
         self.config = config

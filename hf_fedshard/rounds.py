@@ -17,7 +17,7 @@ from .course import Course
 from .held import Held
 from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
-from .mesh import FederationMesh, Peers
+from .mesh import FederationMesh, OverlapPeers, Peers
 from .metrics import RoundMetrics, exchange_rows
 from .outcome import Outcome
 from .overlap import OverlappedAveraging
@@ -74,7 +74,7 @@ class Rounds(AdvancingRounds):
         self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a" and mesh.layout.num_groups > 1:  # one group is plain training
             self.when_finished(freeze_first_factors(model, self.optimizers))
-        tier = mesh.slow_tier if isinstance(mesh, FederationMesh) else None
+        tier = self._slow_tier()
         self.peers: Peers = mesh if tier is None else tier
         self._begin(one_model)
         self.averager = ModelAverager(model, self.peers, config, self.optimizers)
@@ -94,6 +94,10 @@ class Rounds(AdvancingRounds):
             )
             self.when_finished(term.remove)
         guard.attach(self)
+
+    def _slow_tier(self) -> OverlapPeers | None:
+        """What averages beside the steps, or on a backend of its own."""
+        return self.mesh.slow_tier if isinstance(self.mesh, FederationMesh) else None
 
     def _begin(self, one_model: bool) -> None:
         """Makes sure that all groups plan the same and, if they are to, hold one model. Collective over the world."""

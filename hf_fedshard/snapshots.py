@@ -153,7 +153,7 @@ class Snapshots:
         """
         averager = self.averager
         reshard(averager.model)
-        shards = local_shards(averager.model)
+        shards = local_shards(averager.model, plain=averager.mesh.in_process)
         _keep_until_done(held.means, held.buffers)
         own = [shards[name] for name in held.means]
         is_plain = averager.outer.optimizer is None

@@ -127,7 +127,7 @@ def run_case(mesh: FederationMesh, settings: dict[str, Any], borders: Collection
     found: dict[str, Any] = {"borders": [], "metrics": [], "groups": []}
     for step in range(NUM_STEPS):
         metrics = run.step(step)
-        found["metrics"] += [metrics] if metrics is not None else []
+        found["metrics"] += [*metrics.earlier, metrics] if metrics is not None else []
         if step + 1 in borders:
             border = run.rounds.close()
             assert run.rounds.at_border
