@@ -25,6 +25,7 @@ from .periods import MeasuredRound
 from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
 from .weights import group_weights
+from .wire_bytes import warn_of_padding
 
 
 class Rounds(AdvancingRounds):
@@ -85,6 +86,7 @@ class Rounds(AdvancingRounds):
         if config.overlap_steps and mesh.layout.num_groups > 1:
             assert tier is not None, "overlap_steps needs build_federation_mesh(..., with_slow_tier=True)"
             self.overlap = OverlappedAveraging(self.averager, tier, config)
+        warn_of_padding(self.averager, [None] if self.overlap is None else self.overlap.fragments)
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
             anchors = self.averager.outer.anchors

@@ -31,6 +31,7 @@ CORE = (
     "exchange",
     "lossy_exchange",
     "wire",
+    "wire_bytes",
     "residuals",
     "outer_memory",
     "initial",
