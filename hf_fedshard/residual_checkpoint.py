@@ -39,10 +39,9 @@ def take_residuals(averager: ModelAverager) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in averager.outer.anchors:
         param = averager.model.get_parameter(name)
-        local = _local(param)
         # An empty shard is in no bucket.
-        shard = owed.get(name, torch.zeros(local.numel(), dtype=accumulation_dtype(local.dtype), device=local.device))
-        found[plain_name(name)] = as_sharded(shard.view(local.shape), param)
+        shard = owed[name] if name in owed else _zeros(averager, param)
+        found[plain_name(name)] = as_sharded(shard.view(_local(param).shape), param)
     return found
 
 
@@ -111,12 +110,17 @@ def load_residuals(folder: Path, saved: Mapping[str, Any], averager: ModelAverag
     for entry in there:
         if entry in names:
             param = averager.model.get_parameter(names[entry])
-            local = _local(param)
-            shard = torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=local.device)
-            owed[names[entry]] = shard
+            owed[names[entry]] = shard = _zeros(averager, param)
             wanted[entry] = as_sharded(shard, param)
     load_tensors(wanted, own)
     averager.residuals.load(owed)
+
+
+def _zeros(averager: ModelAverager, param: torch.Tensor) -> torch.Tensor:
+    """A shard like a parameter's, where the outer state lives: a run that just fits on its device must fit when it resumes."""
+    local = _local(param)
+    device = torch.device("cpu") if averager.outer.memory.offload else local.device
+    return torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=device)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
