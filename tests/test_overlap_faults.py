@@ -6,15 +6,13 @@ import time
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from hf_fedshard import guard, overlap
 from hf_fedshard.shards import persistent_buffers
-from tests.harness.models import NUM_CLASSES, NUM_FEATURES
 from tests.harness.outer_runs import full_state
+from tests.harness.overlap_devices import Normed
 from tests.harness.overlap_runs import NUM_STEPS, Delayed, OverlapRun, block_net, draws, make_mesh
 from tests.harness.pool import WorkerPool
 
@@ -122,17 +120,6 @@ def test_a_slow_group_is_waited_for_where_its_outcome_is_due(world4: WorkerPool)
         # Group 0 ends its round, and two more steps, while group 1 is still ahead of the end of its own.
         assert fast[5] < slow[3] - 1.0
         assert fast[6] > slow[3]
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(NUM_FEATURES)
-        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        # A group of one sample has no variance.
-        return self.head(self.norm(torch.cat([inputs, inputs.flip(0) + 1])))[: len(inputs)]
 
 
 def buffers() -> Any:
@@ -252,16 +239,3 @@ def test_periods_that_follow_the_drift(world4: WorkerPool) -> None:
         assert found[0] == (8, 8)
         assert period == 4, "the drift is far above the bound, and the period is halved where it is known"
         assert all(torch.equal(tensor, ranks[0][2][name]) for name, tensor in state.items())
-
-
-@pytest.mark.gpu
-def test_beside_the_steps_on_gpus() -> None:
-    """Not run where this was written: needs 4 GPUs and `torchrun --nproc_per_node 4 tests/scripts/overlap_on_gpus.py`."""
-    import subprocess
-    import sys
-
-    if torch.cuda.device_count() < 4:
-        pytest.skip("needs 4 GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4"]
-    for backend in ("nccl", "gloo"):
-        subprocess.run([*command, "tests/scripts/overlap_on_gpus.py", backend], check=True, timeout=300)
