@@ -72,7 +72,8 @@ class OverlappedAveraging:
         self.fragments: list[frozenset[str] | None] = [None]
         if config.num_fragments > 1:
             sizes = trained_sizes(averager.model, averager.averaged_shards())
-            self.fragments = [*divide(sizes, config.num_fragments)]
+            whole_sizes = trained_sizes(averager.model, sizes)
+            self.fragments = [*divide(sizes, config.num_fragments, whole_sizes)]
         # What another federation on this tier has left in flight ends first: the thread that trains uses it at borders.
         tier.worker.submit(lambda: None).result()
 
