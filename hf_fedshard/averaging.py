@@ -59,6 +59,11 @@ class ModelAverager:
         self.selection = Selection(config)
         self.outer = OuterLoop(config)
         self.residuals = Residuals(self.outer.memory)
+        if config.offload_outer_state and not self.outer.keeps_anchors and mesh.layout.num_groups > 1 and mesh.is_main:
+            logger.warning(
+                "offload_outer_state=True has nothing to move: plain averaging in fp32 without proximal_mu holds nothing between "
+                "borders."
+            )
         self._trained: set[str] = set()
         self._plans: dict[str, tuple[object, ExchangePlan]] = {}
         self._adapters = product_pairs(model, self.selection) if config.lora_average == "product" else []

@@ -113,7 +113,8 @@ class FederationConfig:
             model at the last border, in `"bf16"`, `"int8"` or `"int4"`. See `docs/wire.md`.
         offload_outer_state (`bool`, defaults to `False`):
             Whether what the outer loop holds between borders, anchors, the outer optimizer's state and the residuals of
-            `wire_format`, lives in host memory.
+            `wire_format`, lives in host memory. Plain averaging in fp32 without `proximal_mu` holds nothing, and a line in the
+            log says so.
         overlap_steps (`int`, defaults to `0`):
             Optimizer steps that are made while an averaging is in flight: it starts at the end of a round, with a snapshot,
             and its outcome is taken in so many steps later, with what each group has trained meanwhile; at most one period.
