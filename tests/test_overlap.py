@@ -175,6 +175,54 @@ def test_a_loop_is_given_each_round_once(world4: WorkerPool) -> None:
         assert several == set(LOOPS) - {"blocking", "begun at the end"}
 
 
+MEASURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # Settings, and what the reference is told; no border but the last.
+    "whole": (
+        {"sync_every": 3, "overlap_steps": 2, "outer_optimizer": "nesterov"},
+        {"periods": [3], "delay": 2, "outer": nesterov},
+    ),
+    "fragments": (
+        {
+            "sync_every": 4,
+            "overlap_steps": 4,
+            "num_fragments": 3,
+            "outer_optimizer": "nesterov",
+            "group_weights": "samples",
+        },
+        {"periods": [4], "delay": 4, "fragments": 3, "outer": nesterov, "weighted": True},
+    ),
+}
+
+
+def measure() -> dict[str, list[tuple[float, float | None]]]:
+    """Body: drift and norm of the pseudo-gradient of the rounds whose averagings were beside the steps."""
+    mesh, found = make_mesh(), {}
+    for name, (settings, _) in MEASURED.items():
+        run = OverlapRun(mesh, **settings)
+        given = [run.step(step) for step in range(NUM_STEPS)] + [run.rounds.finish()]
+        rounds = [each for metrics in given if metrics is not None for each in (*metrics.earlier, metrics)]
+        beside = [metrics for metrics in rounds if metrics.overlapped_seconds is not None]
+        found[name] = [(metrics.drift, metrics.pseudo_gradient_norm) for metrics in beside]
+    return found
+
+
+def test_drift_and_norm_are_those_of_the_whole_model(world4: WorkerPool) -> None:
+    """With fragments of all of them together."""
+    ranks = world4.run(measure, limit_seconds=120)
+    for name, (_, told) in MEASURED.items():
+        measured: list[tuple[float, float, float]] = []
+        sizes = {name: param.numel() for name, param in block_net().named_parameters()}
+        num_fragments = told.get("fragments", 1)
+        refer(4, **{**told, "fragments": divide(sizes, num_fragments)}, measured=measured)
+        for rank in ranks:
+            assert len(rank[name]) == {"whole": 3, "fragments": 2}[name]
+            for number, (drift, norm) in enumerate(rank[name]):
+                parts = measured[number * num_fragments : (number + 1) * num_fragments]
+                squares = [sum(part[place] for part in parts) for place in range(3)]
+                assert drift == pytest.approx((squares[0] / squares[1]) ** 0.5, rel=1e-9)
+                assert norm == pytest.approx(squares[2] ** 0.5, rel=1e-9)
+
+
 def run_single(settings: dict[str, Any]) -> dict[str, Any]:
     return run_case(make_mesh(), {"dtype": torch.float32, **settings})
 

@@ -175,6 +175,7 @@ def refer(
     dtype: torch.dtype = torch.float64,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     average: Callable[[Sequence[State], Sequence[float], State], State] | None = None,
+    measured: list[tuple[float, float, float]] | None = None,
 ) -> list[State]:
     """
     Delayed averaging on whole models in one process, one group after another; shares no code with the package.
@@ -203,6 +204,9 @@ def refer(
         average (`Callable`, *optional*):
             Forms the average of parts of the groups' models from them, their weights, and what the last outcome of all
             parameters was. By default it is exact.
+        measured (`list`, *optional*):
+            Takes, for each average in order: the mean over the groups of the squared distance to it, and the squared norms of it
+            and of the pseudo-gradient.
 
     Returns:
         `list`: The model at each border.
@@ -228,7 +232,15 @@ def refer(
         return [count / sum(counts) for count in counts]
 
     def form(states: Sequence[State], weights: Sequence[float]) -> State:
-        new = stepper(average(states, weights, anchors) if average else weighted_average(states, weights))
+        mean = average(states, weights, anchors) if average else weighted_average(states, weights)
+        if measured is not None:
+            drifts = [sum((state[name] - mean[name]).square().sum().item() for name in mean) for state in states]
+            norms = [
+                sum(part.square().sum().item() for part in parts)
+                for parts in (mean.values(), (anchors[name] - mean[name] for name in mean))
+            ]
+            measured.append((sum(drifts) / len(drifts), norms[0], norms[1]))
+        new = stepper(mean)
         anchors.update({name: tensor.clone() for name, tensor in new.items()})
         return new
 
