@@ -200,14 +200,16 @@ class SkipOneStep(TrainerCallback):
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.held: Any = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step and dist.get_rank() < 2:
             inner = kwargs["optimizer"].optimizer
-            inner.step = lambda *args, **kwargs: None
+            self.held, inner.step = inner.step, lambda *args, **kwargs: None
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        vars(kwargs["optimizer"].optimizer).pop("step", None)
+        if self.held is not None:
+            kwargs["optimizer"].optimizer.step, self.held = self.held, None
 
 
 @pytest.mark.parametrize(
