@@ -19,6 +19,40 @@ Rows = Mapping[str, list[float]]
 
 
 @dataclass(frozen=True)
+class Asked:
+    """
+    What a rank puts to the others beside a round: it travels in the row of the round, under names of its own.
+
+    Args:
+        votes (`Mapping[str, bool]`):
+            Requests, under the same names on all ranks.
+        sums (`Mapping[str, float]`):
+            Numbers to be summed over all ranks, likewise.
+    """
+
+    votes: Mapping[str, bool] = field(default_factory=dict)
+    sums: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, float]:
+        """What this rank adds to its row."""
+        votes = {f"vote/{name}": float(cast) for name, cast in self.votes.items()}
+        return votes | {f"sum/{name}": value for name, value in self.sums.items()}
+
+    def answers(self, rows: Rows) -> tuple[dict[str, bool], dict[str, float]]:
+        """
+        Args:
+            rows (`Mapping[str, list[float]]`):
+                Of all groups.
+
+        Returns:
+            `tuple[dict[str, bool], dict[str, float]]`: For each vote whether any rank of any group has cast it, and for each
+            number its sum.
+        """
+        votes = {name: any(rows[f"vote/{name}"]) for name in self.votes}
+        return votes, {name: sum(rows[f"sum/{name}"]) for name in self.sums}
+
+
+@dataclass(frozen=True)
 class Border:
     """
     The moment after a round: every group holds the averaged model. With `overlap_steps` a round may also end without one;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from .closing import Rows
+from .closing import Asked, Rows
 from .held import Held
 from .metrics import Tally
 from .outcome import Exchanged
@@ -86,10 +86,8 @@ class Flight:
             Time that the start took.
         seconds (`float`):
             Time of the round when it started.
-        votes (`tuple[str, ...]`):
-            Names of the requests that ride on it.
-        sums (`tuple[str, ...]`):
-            Names of the numbers that do.
+        asked ([`Asked`]):
+            The requests and numbers that ride on it.
         future (`Future`):
             Of the exchange.
     """
@@ -100,8 +98,7 @@ class Flight:
     snapshot: Snapshot
     started_seconds: float
     seconds: float
-    votes: tuple[str, ...]
-    sums: tuple[str, ...]
+    asked: Asked
     future: Future[Landed]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import torch
 
 from .averaging import ModelAverager
-from .closing import Border, check_rows, left_out, make_metrics, make_row
+from .closing import Asked, Border, check_rows, left_out, make_metrics, make_row
 from .collectives import broadcast
 from .config import FederationConfig
 from .flights import Flight, Landed, RoundSums, Span
@@ -127,9 +127,8 @@ class OverlappedAveraging:
         tally, updates = self._window(fragment, span)
         last = fragment == len(self.fragments) - 1
         snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
-        more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
-        more |= {f"sum/{name}": value for name, value in sums.items()}
-        more["frozen"] = float(self.averager.has_frozen())
+        asked = Asked(votes, sums)
+        more = {**asked.row(), "frozen": float(self.averager.has_frozen())}
         bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
 
         def exchange() -> Landed:
@@ -150,8 +149,7 @@ class OverlappedAveraging:
             snapshot=snapshot,
             started_seconds=time.perf_counter() - started,
             seconds=span.tally.seconds(),
-            votes=tuple(votes),
-            sums=tuple(sums),
+            asked=asked,
             future=future,
         )
         self._flights.append(flight)
@@ -228,7 +226,8 @@ class OverlappedAveraging:
         left = self.tier.group_index in landed.excluded
         share = 1.0 - self.config.overlap_alpha
         self._snapshots.put(landed.held, flight.snapshot, share, left or untouched, settle)
-        if any(any(landed.rows[f"vote/{name}"]) for name in flight.votes):
+        answers = flight.asked.answers(landed.rows)
+        if any(answers[0].values()):
             self.wants_border = True
         if any(landed.rows["frozen"]):
             # Until then it goes on being averaged, and stepped by an outer optimizer with momentum.
@@ -241,12 +240,7 @@ class OverlappedAveraging:
         if not last:
             return None
         sums, self._sums = self._sums, RoundSums()
-        border = Border(
-            self._metrics(flight, landed, outcome[0], sums),
-            {name: any(landed.rows[f"vote/{name}"]) for name in flight.votes},
-            {name: sum(landed.rows[f"sum/{name}"]) for name in flight.sums},
-        )
-        return border, landed.drift
+        return Border(self._metrics(flight, landed, outcome[0], sums), *answers), landed.drift
 
     def _metrics(self, flight: Flight, landed: Landed, outcome: Outcome, sums: RoundSums) -> RoundMetrics:
         metrics = make_metrics(

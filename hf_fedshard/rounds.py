@@ -11,7 +11,7 @@ from torch import nn
 from . import guard
 from .advancing import AdvancingRounds
 from .averaging import ModelAverager
-from .closing import Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
+from .closing import Asked, Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
 from .config import FederationConfig
 from .course import Course
 from .held import Held
@@ -198,13 +198,13 @@ class Rounds(AdvancingRounds):
             FederationMismatchError: On every rank, if the groups made different numbers of steps or train different
                 parameters.
         """
-        votes, sums = dict(votes or {}), dict(sums or {})
+        asked = Asked(votes or {}, sums or {})
         if self.mesh.layout.num_groups == 1:
-            return self._close_alone(votes, sums)
+            return self._close_alone(asked)
         earlier, is_border = self._drain()
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
-            return self._border_as_it_is(earlier.pop(), votes, sums)
+            return self._border_as_it_is(earlier.pop(), asked)
         held = self.averager.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
@@ -212,9 +212,7 @@ class Rounds(AdvancingRounds):
         bytes_sent = self.course.slow_bytes(held.parameter_bytes())
         seconds = self._tally.own_seconds()
         row = make_row(held, self._tally, self.steps, self._num_updates(), seconds, bytes_sent, group_size)
-        row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
-        row.update({f"sum/{name}": value for name, value in sums.items()})
-        rows, wait_seconds = exchange_rows(row, self.peers)
+        rows, wait_seconds = exchange_rows(row | asked.row(), self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
         outcome = self._average(held, rows)
@@ -238,24 +236,14 @@ class Rounds(AdvancingRounds):
         self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, drift))
         self._next_round()
         self.course.begin()
-        return Border(
-            metrics,
-            {name: any(rows[f"vote/{name}"]) for name in votes},
-            {name: sum(rows[f"sum/{name}"]) for name in sums},
-            tuple(earlier),
-        )
+        return Border(metrics, *asked.answers(rows), tuple(earlier))
 
-    def _border_as_it_is(self, border: Border, votes: Mapping[str, bool], sums: Mapping[str, float]) -> Border:
+    def _border_as_it_is(self, border: Border, asked: Asked) -> Border:
         """A border whose averaging was in flight; what is asked for now was not. Collective over the world if anything is."""
         self.averager.leave_out_frozen()
-        values = {**{f"vote/{name}": float(cast) for name, cast in votes.items()}, **sums}
-        rows = exchange_rows(values, self.peers)[0] if values else {}
-        return Border(
-            border.metrics,
-            {name: any(rows[f"vote/{name}"]) for name in votes},
-            {name: sum(rows[name]) for name in sums},
-            (border,),
-        )
+        row = asked.row()
+        rows = exchange_rows(row, self.peers)[0] if row else {}
+        return Border(border.metrics, *asked.answers(rows), (border,))
 
     def _average(self, held: Held, rows: Rows) -> Outcome:
         if self.course.holds_one_model(held.shards):
@@ -271,9 +259,9 @@ class Rounds(AdvancingRounds):
         """Whether an optimizer steps parameters that this object averages."""
         return any(id(param) in self._parameter_ids for group in optimizer.param_groups for param in group["params"])
 
-    def _close_alone(self, votes: dict[str, bool], sums: dict[str, float]) -> Border:
+    def _close_alone(self, asked: Asked) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
         metrics = metrics_alone(self._tally, self.round + 1, self.steps, self.mesh.layout.group_size)
         self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
         self._next_round()
-        return Border(metrics, votes, sums)
+        return Border(metrics, dict(asked.votes), dict(asked.sums))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_fedshard.fragments import divide
 from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, refer, run_case, run_cases
@@ -221,6 +222,24 @@ def test_drift_and_norm_are_those_of_the_whole_model(world4: WorkerPool) -> None
                 squares = [sum(part[place] for part in parts) for place in range(3)]
                 assert drift == pytest.approx((squares[0] / squares[1]) ** 0.5, rel=1e-9)
                 assert norm == pytest.approx(squares[2] ** 0.5, rel=1e-9)
+
+
+def ask() -> list[tuple[dict[str, bool], dict[str, float]]]:
+    """Body: at a border that is averaged at once, and at one whose averaging was in flight."""
+    mesh, found = make_mesh(), []
+    for extra in (0, 1):
+        run = OverlapRun(mesh, sync_every=3, overlap_steps=2)
+        for step in range(3 + extra):
+            run.step(step)
+        border = run.rounds.close({"one": dist.get_rank() == 3, "none": False}, {"none": 1.0, "vote/none": 2.0})
+        found.append((border.votes, border.sums))
+        run.release()
+    return found
+
+
+def test_votes_and_sums_of_both_kinds_of_border(world4: WorkerPool) -> None:
+    for found in world4.run(ask):
+        assert found == [({"one": True, "none": False}, {"none": 4.0, "vote/none": 8.0})] * 2
 
 
 def run_single(settings: dict[str, Any]) -> dict[str, Any]:
