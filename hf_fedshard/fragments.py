@@ -57,8 +57,8 @@ def divide(
         )
     loads, whole_loads = [0] * num_fragments, [0] * num_fragments
     place: dict[str, int] = {}
-    # Stable: equal ones in the model's order.
-    for unit in sorted(units, key=lambda unit: (-units[unit], -whole_units[unit])):
+    # Stable: equal ones in the model's order. What trains lies as it would without the rest.
+    for unit in sorted(units, key=lambda unit: (-units[unit], 0 if units[unit] else -whole_units[unit])):
         counted = loads if units[unit] else whole_loads
         place[unit] = min(range(num_fragments), key=lambda index: (counted[index], index))
         loads[place[unit]] += units[unit]
