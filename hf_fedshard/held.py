@@ -34,7 +34,7 @@ class Held:
         problems (`list[str]`):
             What has come to train after the start and cannot be averaged.
         copies (`dict[str, int]`):
-            See [`ModelAverager.copies`].
+            See [`AveragedTensors.copies`].
     """
 
     shards: dict[str, torch.Tensor]

@@ -49,7 +49,7 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
             Whether a round is running.
     """
     outer = averager.outer
-    local = frozenset(plain_name(name) for name in averager.local_names())
+    local = frozenset(plain_name(name) for name in averager.trained.local_names())
     if averager.mesh.layout.num_groups == 1:
         return OuterState({}, {"optimizer": None}, local)
     residuals = take_residuals(averager)
@@ -176,7 +176,10 @@ def _load_local(folder: Path, saved: dict[str, Any], averager: ModelAverager, pl
         plain_name(name): tensor
         for name, tensor in [*averager.model.named_parameters(), *averager.model.named_buffers()]
     }
-    stored, now = set(saved.get("local", ())) & set(held), {plain_name(name) for name in averager.local_names()}
+    stored, now = (
+        set(saved.get("local", ())) & set(held),
+        {plain_name(name) for name in averager.trained.local_names()},
+    )
     local, shared = sorted(stored & now), sorted(stored - now)
     if shared and averager.mesh.layout.num_groups > 1 and averager.mesh.is_main:
         logger.warning(

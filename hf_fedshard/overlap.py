@@ -71,7 +71,7 @@ class OverlappedAveraging:
         self._failure: BaseException | None = None
         self.fragments: list[frozenset[str] | None] = [None]
         if config.num_fragments > 1:
-            sizes = trained_sizes(averager.model, averager.averaged_shards())
+            sizes = trained_sizes(averager.model, averager.trained.averaged_shards())
             self.fragments = [*divide(sizes, config.num_fragments)]
         # What another federation on this tier has left in flight ends first: the thread that trains uses it at borders.
         tier.worker.submit(lambda: None).result()
@@ -128,7 +128,7 @@ class OverlappedAveraging:
         snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
         more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
         more |= {f"sum/{name}": value for name, value in sums.items()}
-        more["frozen"] = float(self.averager.has_frozen())
+        more["frozen"] = float(self.averager.trained.has_frozen())
         bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
 
         def exchange() -> Landed:

@@ -198,7 +198,7 @@ class Rounds(AdvancingRounds):
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
             return self._border_as_it_is(earlier.pop(), votes, sums)
-        held = self.averager.collect()
+        held = self.averager.tensors.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size

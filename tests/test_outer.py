@@ -278,7 +278,12 @@ def _frozen() -> list[Any]:
         if metrics is not None:
             averager = run.rounds.averager
             found.append(
-                (full_state(run.model), metrics.bytes_sent, list(averager.outer.anchors), averager.local_names())
+                (
+                    full_state(run.model),
+                    metrics.bytes_sent,
+                    list(averager.outer.anchors),
+                    averager.trained.local_names(),
+                )
             )
     run.rounds.finish()
     return found
@@ -308,8 +313,8 @@ def _norms_under_tensor_parallelism() -> tuple[float, float]:
     parallelize_module(model, mesh.root["tp"], plan)
     fully_shard(model, mesh=mesh.root["dp_shard"])
     averager = ModelAverager(model, mesh, _config(outer_optimizer="nesterov"), [])
-    shards = averager.averaged_shards()
-    copies = averager.copies(shards)
+    shards = averager.trained.averaged_shards()
+    copies = averager.tensors.copies(shards)
     parts = [shard.square().sum() / copies[name] for name, shard in shards.items()]
     total = torch.stack(parts).sum()
     dist.all_reduce(total, group=mesh.group)

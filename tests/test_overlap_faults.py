@@ -63,7 +63,7 @@ def different_parameters() -> None:
     run = OverlapRun(make_mesh(), sync_every=2, overlap_steps=1)
     if dist.get_rank() < 2:
         run.model.head.requires_grad_(False)  # type: ignore[union-attr]
-        run.rounds.averager._trained -= {"head.weight", "head.bias"}
+        run.rounds.averager.trained._trained -= {"head.weight", "head.bias"}
     for step in range(4):
         run.step(step)
 
@@ -174,7 +174,7 @@ def local_and_pulled() -> Any:
         moments.append(len(run.optimizer.state))
     run.rounds.finish()
     guard.detach(run.rounds)
-    shards = run.rounds.averager.averaged_shards()
+    shards = run.rounds.averager.trained.averaged_shards()
     held = {name: shard.clone() for name, shard in shards.items()}
     return (
         anchors,
