@@ -201,7 +201,7 @@ class TrainerBinding:
 
     def _count_tokens(self, batches: list[Any]) -> None:
         if self.session is not None:
-            self.session.count_tokens(batches)
+            self.session.counts.add(batches)
 
     def _call_event(self, original: Method) -> Method:
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
