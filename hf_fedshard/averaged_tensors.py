@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .config import FederationConfig
-from .exchange import ExchangePlan, plan_exchange
+from .exchange_plan import ExchangePlan, plan_exchange
 from .held import Held
 from .inner_moments import InnerMoments
 from .lora import product_pairs

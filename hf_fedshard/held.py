@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .exchange import ExchangePlan
+from .exchange_plan import ExchangePlan
 
 
 @dataclass(frozen=True)

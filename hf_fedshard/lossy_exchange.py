@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from .collectives import Pending, all_gather, start_all_to_all
-from .exchange import AveragingReport, Bucket, ExchangePlan, Flat, Piece
+from .exchange import AveragingReport, Flat
+from .exchange_plan import Bucket, ExchangePlan, Piece
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .averaging import ModelAverager
-from .exchange import ExchangePlan
+from .exchange_plan import ExchangePlan
 from .held import Held
 from .shards import accumulation_dtype, all_finite, local_shards, persistent_buffers, reshard
 

@@ -32,6 +32,7 @@ CORE = (
     "trained_parameters",
     "inner_moments",
     "exchange",
+    "exchange_plan",
     "lossy_exchange",
     "wire",
     "residuals",
