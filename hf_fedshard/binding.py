@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
-from .checkpoint import Place
+from .checkpoint_state import Place
 from .config import FederationConfig
 from .group_ops import ACCELERATOR_SEAMS, GroupOps, keep_in_group
 from .group_steps import STEP_SEAMS, GroupSteps

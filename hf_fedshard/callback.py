@@ -13,7 +13,7 @@ from transformers.utils import logging
 from . import cpu, environment
 from .agreement import agree_on_launch
 from .binding import TrainerBinding, check_seams, trainer_under_construction
-from .checkpoint import Place
+from .checkpoint_state import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .measured_periods import describe

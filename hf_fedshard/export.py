@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .checkpoint import DESCRIPTION_NAME, LOCAL_PREFIX, MODEL_FOLDER, group_folder, read_description
+from .checkpoint_layout import DESCRIPTION_NAME, LOCAL_PREFIX, MODEL_FOLDER, group_folder, read_description
 from .group_checkpoint import BUFFERS_FOLDER
 from .manifest import CheckpointError, find_damage, has_manifest
 from .parts import IN_PARTS, kind_of, part_name

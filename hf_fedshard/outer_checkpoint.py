@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .averaging import ModelAverager
-from .checkpoint import LOCAL_PREFIX, OUTER_FOLDER, OuterState, Place, group_folder, read_description, together
+from .checkpoint_layout import LOCAL_PREFIX, OUTER_FOLDER, group_folder, read_description
+from .checkpoint_state import OuterState, Place
 from .manifest import CheckpointError
 from .outer_optimizers import format_options
 from .parts import PART
@@ -17,6 +18,7 @@ from .reshape import nearest_group
 from .residual_checkpoint import describe_residuals, load_residuals, take_residuals
 from .selection import plain_name
 from .shards import as_sharded
+from .shared_errors import together
 from .state_values import decode, encode
 from .tensor_store import load_tensors, stored_tensors
 

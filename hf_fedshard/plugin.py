@@ -14,7 +14,7 @@ from torch import nn
 
 from . import environment
 from .accelerate_checkpoint import AcceleratorCheckpoints, check_border
-from .checkpoint import Place
+from .checkpoint_state import Place
 from .config import FederationConfig
 from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_batches, shared_seed
 from .group_data import GroupData

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .averaging import ModelAverager
-from .checkpoint import RESIDUAL_PREFIX, Place, group_folder
+from .checkpoint_layout import RESIDUAL_PREFIX, group_folder
+from .checkpoint_state import Place
 from .selection import plain_name
 from .shards import accumulation_dtype, as_sharded
 from .tensor_store import load_tensors, stored_tensors

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from .checkpoint import together
 from .config import FederationConfig
 from .held_requests import HeldRequests
 from .manifest import CheckpointError
 from .rounds import Rounds
 from .session_reports import RoundReports
+from .shared_errors import together
 
 
 # Of Trainer, counted from the last log: exact logs need them where a run resumes inside a round.

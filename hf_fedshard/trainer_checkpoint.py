@@ -22,18 +22,11 @@ from transformers.utils import (
 )
 
 from .averaging import ModelAverager
-from .checkpoint import (
-    DESCRIPTION_NAME,
-    GroupState,
-    Place,
-    load_group_state,
-    load_model,
-    read_description,
-    save_federation,
-    together,
-)
+from .checkpoint import load_group_state, load_model, save_federation
 from .checkpoint_choice import check_whole, list_checkpoints
 from .checkpoint_folder import Staging, check_writable, clean_up, rotate
+from .checkpoint_layout import DESCRIPTION_NAME, read_description
+from .checkpoint_state import GroupState, Place
 from .config import FederationConfig
 from .group_checkpoint import load_buffers, load_progress
 from .manifest import CheckpointError
@@ -42,6 +35,7 @@ from .outer_checkpoint import take_outer_state
 from .parts import IN_PARTS, PART, check_same_run, kind_of, part_name
 from .reshape import describe_reshape
 from .seams import Patches, check_attribute, check_seam
+from .shared_errors import together
 
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_fedshard import CheckpointError, export_checkpoint, group_checkpoint
-from hf_fedshard.checkpoint import DESCRIPTION_NAME, read_description
 from hf_fedshard.checkpoint_choice import list_checkpoints
 from hf_fedshard.checkpoint_folder import SAVING, clean_up, put_in_place, rotate
+from hf_fedshard.checkpoint_layout import DESCRIPTION_NAME, read_description
 from hf_fedshard.manifest import MANIFEST_NAME, find_damage
 from hf_fedshard.parts import all_there, complete, refuse
 from tests.harness.checkpoint_runs import differences
