@@ -104,7 +104,7 @@ class TrainerBinding:
         )
         self.preemption: TrainerPreemption | None = None
         if trainer.args.enable_jit_checkpoint:
-            self.preemption = TrainerPreemption(trainer, self.checkpoints, config)
+            self.preemption = TrainerPreemption(self.checkpoints.run)
         self._patches = Patches()
         self._accelerator_patches: Patches | None = None
         self._bound_accelerator: Accelerator | None = None
@@ -185,19 +185,19 @@ class TrainerBinding:
         self._bind_accelerator()
         if self.preemption is not None:
             self.preemption.begin()
-        inside = self.checkpoints.inside
-        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, inside)
+        run = self.checkpoints.run
+        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, run.inside)
         self.session.rounds.unique_share = self.steps.unique_share
-        if inside is None:
-            self.session.resume(self.checkpoints.progress)
-        averager = self.checkpoints.averager = self.session.rounds.averager
-        if self.checkpoints.resumed_from is not None:
-            resume_outer_state(self.checkpoints.resumed_from, averager, self.checkpoints.place)
+        if run.inside is None:
+            self.session.resume(run.progress)
+        averager = run.averager = self.session.rounds.averager
+        if run.resumed_from is not None:
+            resume_outer_state(run.resumed_from, averager, run.place)
 
     def _end_session(self) -> None:
         if self.session is not None:
             self.session.end()
-            self.session = self.checkpoints.averager = None
+            self.session = self.checkpoints.run.averager = None
 
     def _count_tokens(self, batches: list[Any]) -> None:
         if self.session is not None:
@@ -266,7 +266,7 @@ class TrainerBinding:
             try:
                 with self._border():
                     if self.session is not None:
-                        self.checkpoints.progress = self.session.rounds.state_dict()
+                        self.checkpoints.run.progress = self.session.rounds.state_dict()
                     return original(*args, **kwargs)
             finally:
                 self._saving_checkpoint = False

@@ -127,7 +127,7 @@ class FedAvgCallback(TrainerCallback):
             self._checkpoints = TrainerCheckpoints(trainer, Place(layout, 0, world), self.config)
             self._checkpoints.install()
             if trainer.args.enable_jit_checkpoint:
-                self._preemption = TrainerPreemption(trainer, self._checkpoints, self.config)
+                self._preemption = TrainerPreemption(self._checkpoints.run)
                 self._preemption.install()
             return
         check_seams()

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from .config import FederationConfig
+from .checkpointed_run import CheckpointedRun
 from .group_checkpoint import save_part
 from .model_files import gather_adapters, write_model_files
 from .outer_checkpoint import take_outer_state
@@ -25,7 +25,6 @@ from .preemption import Preemption, TrainingPreempted
 from .rounds import Rounds
 from .seams import Patches, check_attribute, check_seam
 from .signals import TerminationSignal, shield_workers
-from .trainer_checkpoint import TrainerCheckpoints
 
 
 logger = logging.getLogger(__name__)
@@ -53,26 +52,22 @@ class TrainerPreemption:
     the ends of steps look at it.
 
     Args:
-        trainer (`Trainer`):
-            The instance, with `enable_jit_checkpoint=True`.
-        checkpoints ([`TrainerCheckpoints`]):
-            Its checkpoints.
-        config ([`FederationConfig`]):
-            Its settings.
+        run ([`CheckpointedRun`]):
+            What its checkpoints know of the run; its Trainer has `enable_jit_checkpoint=True`.
 
     Raises:
         UpstreamChangedError: If a method to be replaced is not as expected.
     """
 
-    def __init__(self, trainer: Trainer, checkpoints: TrainerCheckpoints, config: FederationConfig) -> None:
+    def __init__(self, run: CheckpointedRun) -> None:
         for name, parameters in SEAMS.items():
             check_seam(Trainer, name, parameters)
         for attribute in ("current_flos", "hp_search_backend"):
-            check_attribute(trainer, attribute)
-        self.trainer: Any = trainer
-        self.checkpoints = checkpoints
-        self.place = checkpoints.place
-        self.config = config
+            check_attribute(run.trainer, attribute)
+        self.run = run
+        self.trainer: Any = run.trainer
+        self.place = run.place
+        self.config = run.config
         self.leaving = False
         """Whether everything is saved: nothing may be averaged, evaluated or saved any more."""
         self.due = False
@@ -153,7 +148,7 @@ class TrainerPreemption:
                 Trainer's, at a border, the same on all ranks.
         """
         self.due = True
-        self.checkpoints.pending_evaluation = control.should_evaluate
+        self.run.pending_evaluation = control.should_evaluate
         control.should_save, control.should_evaluate = True, False
 
     def leave_border(self) -> NoReturn:
@@ -178,7 +173,7 @@ class TrainerPreemption:
         """
         trainer, state = self.trainer, self.trainer.state
         if untouched:
-            trainer._load_rng_state(str(self.checkpoints.resumed_from))
+            trainer._load_rng_state(str(self.run.resumed_from))
         # All groups know the step of the last border, and no checkpoint of a border has the number after it.
         name = f"checkpoint-{state.global_step - rounds.steps + 1}"
         final = Path(trainer._get_output_dir(trial=None)) / name
@@ -199,7 +194,7 @@ class TrainerPreemption:
                 _note_callbacks(trainer)
                 state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-        state_of_group = self.checkpoints.group_state()
+        state_of_group = self.run.group_state()
         outer = take_outer_state(rounds.averager, inside=True)
         save_part(final, trainer.model, state_of_group, self.place, description, progress, write_more, outer)
         self._leave(final)
