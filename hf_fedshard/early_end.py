@@ -8,8 +8,9 @@ from .mesh import FederationMesh
 from .metrics import exchange_rows
 from .preemption import TrainingPreempted
 from .rounds import Rounds
+from .scheduled_requests import epoch_is_whole
 from .session_progress import SessionProgress
-from .trainer_preemption import TrainerPreemption, epoch_is_whole
+from .trainer_preemption import TrainerPreemption
 
 
 TO_END = "to end"
