@@ -45,6 +45,8 @@ CORE = (
     "outcome",
     "counting",
     "overlap",
+    "overlapped_exchange",
+    "fragment_windows",
     "overlap_limits",
     "snapshots",
     "fragments",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fedshard import guard, overlap
+from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.shards import persistent_buffers
 from tests.harness.models import NUM_CLASSES, NUM_FEATURES
 from tests.harness.outer_runs import full_state
@@ -84,7 +84,11 @@ def failing_exchange() -> Any:
         raise MemoryError("no memory for the buckets")
 
     started = time.monotonic()
-    with mock.patch.object(overlap, "exchange_rows", broken) if dist.get_rank() == 1 else mock.patch("time.time"):
+    with (
+        mock.patch.object(overlapped_exchange, "exchange_rows", broken)
+        if dist.get_rank() == 1
+        else mock.patch("time.time")
+    ):
         try:
             for step in range(NUM_STEPS):
                 if step == 3:
