@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,13 @@ from transformers.trainer_callback import CallbackHandler
 
 from .checkpoint_state import Place
 from .config import FederationConfig
-from .group_ops import ACCELERATOR_SEAMS, GroupOps, keep_in_group
+from .group_ops import ACCELERATOR_SEAMS, BoundAccelerator, GroupOps
 from .group_steps import STEP_SEAMS, GroupSteps
 from .outer_checkpoint import resume_outer_state
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
-from .subclass_logs import adds_to_logs, average_over_ranks
+from .subclass_logs import SubclassLogs
 from .trainer_checkpoint import TrainerCheckpoints
 from .trainer_preemption import TrainerPreemption
 
@@ -42,22 +41,6 @@ SEAMS = (
     (Accelerator, ACCELERATOR_SEAMS),
     (CallbackHandler, HANDLER_SEAMS),
 )
-
-
-def trainer_under_construction() -> Trainer | None:
-    """
-    The Trainer whose constructor is running: `on_init_end` tells a callback everything but its Trainer.
-
-    Returns:
-        `Trainer` or `None`: The innermost one on the call stack.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Trainer) and frame.f_code.co_name == "__init__":
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def check_seams() -> None:
@@ -106,12 +89,11 @@ class TrainerBinding:
         if trainer.args.enable_jit_checkpoint:
             self.preemption = TrainerPreemption(self.checkpoints.run)
         self._patches = Patches()
-        self._accelerator_patches: Patches | None = None
-        self._bound_accelerator: Accelerator | None = None
         self._saving_checkpoint = False
-        self._given_logs: frozenset[str] | None = None
-        self._all_ranks_log = False
+        self._logs = SubclassLogs(trainer)
         self.steps = GroupSteps(trainer, parallelism, self._count_tokens)
+        ops = GroupOps(parallelism.mesh.group, parallelism.federation_layout.num_groups)
+        self._accelerator = BoundAccelerator(ops, self._inside)
 
     def install(self, before_train: Callable[[], None], after_train: Callable[[], None]) -> None:
         """
@@ -137,30 +119,16 @@ class TrainerBinding:
         for name in ("evaluate", "predict"):
             replace(trainer, name, self._at_border)
         replace(trainer, "_save_checkpoint", self._save_checkpoint)
-        self._bind_accelerator()
+        self._accelerator.follow(self.trainer.accelerator)
 
     def remove(self) -> None:
         """Puts every method back."""
-        self._release_accelerator()
+        self._accelerator.release()
         self._patches.undo()
         self.steps.remove()
         if self.preemption is not None:
             self.preemption.remove()
         self.checkpoints.remove()
-
-    def _bind_accelerator(self) -> None:
-        """Follows the Trainer to a new accelerator: hyper-parameter search makes one for each trial."""
-        accelerator = self.trainer.accelerator
-        if accelerator is not self._bound_accelerator:
-            self._release_accelerator()
-            ops = GroupOps(self.parallelism.mesh.group, self.parallelism.federation_layout.num_groups)
-            self._accelerator_patches = keep_in_group(accelerator, ops, self._inside)
-            self._bound_accelerator = accelerator
-
-    def _release_accelerator(self) -> None:
-        if self._accelerator_patches is not None:
-            self._accelerator_patches.undo()
-        self._accelerator_patches = self._bound_accelerator = None
 
     def _inside(self) -> bool:
         if self.session is None:
@@ -182,7 +150,7 @@ class TrainerBinding:
     def _begin_session(self) -> None:
         # `auto_find_batch_size` begins again inside one `train()`.
         self._end_session()
-        self._bind_accelerator()
+        self._accelerator.follow(self.trainer.accelerator)
         if self.preemption is not None:
             self.preemption.begin()
         run = self.checkpoints.run
@@ -205,11 +173,8 @@ class TrainerBinding:
 
     def _call_event(self, original: Method) -> Method:
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            if event == "on_log" and self._given_logs is not None:
-                averaged = average_over_ranks(kwargs["logs"], self._given_logs)
-                # Trainer has a copy in its history already.
-                for logs in (kwargs["logs"], state.log_history[-1]):
-                    logs.update(averaged)
+            if event == "on_log":
+                self._logs.average(kwargs["logs"], state.log_history)
             if self.session is not None:
                 self.session.before_event(event)
             control = original(event, args, state, control, **kwargs)
@@ -225,12 +190,8 @@ class TrainerBinding:
 
     def _maybe_log_save_evaluate(self, original: Method) -> Method:
         def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:
-            # A log from here is one of all ranks; inside a round there is none.
-            self._all_ranks_log = self.session is not None and not self.session.in_round
-            try:
+            with self._logs.of_all_ranks(self.session is not None and not self.session.in_round):
                 result = original(*args, **kwargs)
-            finally:
-                self._all_ranks_log = False
             if self.session is not None:
                 self.session.after_border(self.trainer.control)
             return result
@@ -241,12 +202,8 @@ class TrainerBinding:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.session is not None:
                 logs.update(self.session.take_pending_logs())
-            if self._all_ranks_log and adds_to_logs(self.trainer):
-                self._given_logs = frozenset(logs)
-            try:
+            with self._logs.added_to(logs):
                 return original(logs, *args, **kwargs)
-            finally:
-                self._given_logs = None
 
         return log
 

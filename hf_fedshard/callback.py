@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.utils import logging
 
 from . import cpu, environment
 from .agreement import agree_on_launch
-from .binding import TrainerBinding, check_seams, trainer_under_construction
+from .binding import TrainerBinding, check_seams
 from .checkpoint_state import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
@@ -82,7 +83,7 @@ class FedAvgCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Binds to the Trainer whose constructor is running."""
-        trainer = trainer_under_construction()
+        trainer = _trainer_under_construction()
         if trainer is None:
             raise RuntimeError(
                 "FedAvgCallback found no Trainer constructor on the stack; call `callback.bind(trainer)`."
@@ -208,3 +209,14 @@ class FedAvgCallback(TrainerCallback):
             self._checkpoints.remove()
         self._bound_to = self._binding = self._parallelism = self._checkpoints = self._preemption = None
         self._stock = {}
+
+
+def _trainer_under_construction() -> Trainer | None:
+    """The innermost Trainer whose constructor is running: `on_init_end` tells a callback everything but its Trainer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer) and frame.f_code.co_name == "__init__":
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
