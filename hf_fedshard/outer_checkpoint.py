@@ -113,7 +113,7 @@ def load_outer_state(folder: Path, averager: ModelAverager, place: Place) -> Non
     name = stored.get("optimizer")
     if averager.mesh.layout.num_groups == 1:
         return
-    load_residuals(folder, saved, averager, place)
+    load_residuals(folder, saved, averager)
     if name is None and outer.optimizer is None:
         if inside:
             _read(folder, stored, averager, inside)
