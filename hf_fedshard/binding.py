@@ -201,7 +201,7 @@ class TrainerBinding:
     def _log(self, original: Method) -> Method:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.session is not None:
-                logs.update(self.session.take_pending_logs())
+                logs.update(self.session.reports.take_pending_logs())
             with self._logs.added_to(logs):
                 return original(logs, *args, **kwargs)
 

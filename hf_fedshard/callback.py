@@ -153,7 +153,7 @@ class FedAvgCallback(TrainerCallback):
     def last_round(self) -> RoundMetrics | None:
         """Metrics of the last round of the training that is running; `None` before its first border and after it."""
         session = None if self._binding is None else self._binding.session
-        return None if session is None else session.last_round
+        return None if session is None else session.reports.last_round
 
     def _load_callback_state(self, original: Callable[[], None]) -> Callable[[], None]:
         """A callback that keeps state of its own (`ExportableState`) is built anew by Trainer, and would be bound to nothing."""

@@ -15,12 +15,12 @@ from .config import FederationConfig
 from .early_end import TO_END, EarlyEnd
 from .held_requests import FLAGS, HeldRequests
 from .mesh import FederationMesh
-from .metrics import RoundMetrics, exchange_rows
+from .metrics import exchange_rows
 from .rounds import Rounds
 from .scheduled_requests import ScheduledRequests
 from .seams import check_attribute
 from .session_progress import TRAINER_COUNTERS, SessionProgress
-from .session_reports import RoundReports
+from .session_reports import RoundReports, warn_of_few_borders
 from .trainer_preemption import TrainerPreemption
 
 
@@ -80,17 +80,17 @@ class TrainingSession:
         self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
         self.counts = BatchCounts(trainer, mesh, config)
-        self._reports = RoundReports(trainer, mesh.layout.world_size, config.log_every_rounds)
+        self.reports = RoundReports(trainer, mesh.layout.world_size, config.log_every_rounds)
         self._held_requests = HeldRequests()
         self._scheduled = ScheduledRequests(trainer)
-        self._progress = SessionProgress(trainer, config, self.rounds, self._held_requests, self._reports)
+        self._progress = SessionProgress(trainer, config, self.rounds, self._held_requests, self.reports)
         self._early_end = EarlyEnd(preemption, trainer, mesh, self.rounds, self._progress)
         if inside is not None:
             self._progress.restore(inside)
             self.in_round = True
             # Its last step is the next one, and the others are told before it.
             self._early_end.still_to_arrive = self._progress.steps_left == 1
-        self._warn_of_few_borders()
+        warn_of_few_borders(trainer, config, self.rounds.course.period)
         samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
         logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
 
@@ -171,15 +171,6 @@ class TrainingSession:
             self._share(control, ("should_training_stop", "should_epoch_stop"))
             self._early_end.leave_if_due()
 
-    @property
-    def last_round(self) -> RoundMetrics | None:
-        """Metrics of the last round; `None` before its first border."""
-        return self._reports.last_round
-
-    def take_pending_logs(self) -> dict[str, float]:
-        """The metrics of the last round that have not been logged, once."""
-        return self._reports.take_pending_logs()
-
     @contextlib.contextmanager
     def border_on_demand(self) -> Iterator[None]:
         """
@@ -209,28 +200,7 @@ class TrainingSession:
             self.in_round = inside
             if inside:
                 # The step that was interrupted belongs to the next round.
-                self._reports.begin_losses()
-
-    def _warn_of_few_borders(self) -> None:
-        config, max_steps = self.config, self.trainer.state.max_steps
-        if not self.trainer.is_world_process_zero():
-            return
-        synchronous = config.sync_steps_at_start + config.sync_steps_at_end
-        period = self.rounds.course.period
-        if synchronous >= max_steps:
-            logger.warning(
-                "sync_steps_at_start=%d and sync_steps_at_end=%d are all of the %d steps of this run: it is synchronous "
-                "throughout.",
-                config.sync_steps_at_start,
-                config.sync_steps_at_end,
-                max_steps,
-            )
-        elif period > max_steps - synchronous:
-            logger.warning(
-                "sync_every=%s is more than the %d federated steps of this run: the groups are averaged once, at their end.",
-                config.sync_every,
-                max_steps - synchronous,
-            )
+                self.reports.begin_losses()
 
     def _begin_step(self) -> None:
         self._epoch_is_empty = False
@@ -238,7 +208,7 @@ class TrainingSession:
         self.in_round = True
         self._early_end.begin_step()
         self.rounds.begin_step()
-        self._reports.begin_losses()
+        self.reports.begin_losses()
 
     def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
         self.counts.count_steps(self.rounds, state)
@@ -298,18 +268,18 @@ class TrainingSession:
         """With `overlap_steps`, after a step that makes no border: takes in and starts what is due."""
         rounds, sums = self.rounds, {}
         if rounds.is_due:
-            self._reports.end_losses(rounds)
-            self._reports.begin_losses()
-            sums = {"tokens_seen": self._reports.take_tokens(state)}
+            self.reports.end_losses(rounds)
+            self.reports.begin_losses()
+            sums = {"tokens_seen": self.reports.take_tokens(state)}
         votes = self._held_requests.votes()
         border = rounds.advance(votes, sums)
         if border is not None:
-            self._reports.note_tokens(border, state)
-            self._reports.note_round(border)
+            self.reports.note_tokens(border, state)
+            self.reports.note_round(border)
 
     def _close(self, state: TrainerState, control: TrainerControl) -> None:
         """The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log."""
-        reports = self._reports
+        reports = self.reports
         reports.end_losses(self.rounds)
         votes = self._held_requests.votes() | self._early_end.requests()
         border = self.rounds.close(votes, {"tokens_seen": reports.take_tokens(state)})
