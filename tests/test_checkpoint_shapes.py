@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hf_fedshard import trainer_resuming
 from tests.harness.checkpoint_runs import differences, forget_meshes, make_trainer, state_of
 from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.marks import quick_and_slow
 from tests.harness.pool import WorkerPool
 
 
@@ -83,7 +84,7 @@ CASES: dict[str, tuple[Shape, Shape, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_and_slow(CASES, {"2 to 4 groups", "from HSDP", "to FSDP"}))
 def test_shapes(world8: WorkerPool, tmp_path: Path, case: str) -> None:
     before, after, sources = CASES[case]
     old = go(world8, saved, tmp_path, before)
@@ -120,7 +121,9 @@ def test_another_world(world8: WorkerPool, world4: WorkerPool, tmp_path: Path) -
         assert "ranks drew the data, now" in new[0]["said"][0]
 
 
-@pytest.mark.parametrize("shapes", [((4, 4, 2), (2, 4, 2)), ((2, 4, 2), (4, 4, 2))])
+@pytest.mark.parametrize(
+    "shapes", [((4, 4, 2), (2, 4, 2)), pytest.param(((2, 4, 2), (4, 4, 2)), marks=pytest.mark.slow)]
+)
 def test_average(world8: WorkerPool, tmp_path: Path, shapes: tuple[Shape, Shape]) -> None:
     before, after = shapes
     old = go(world8, saved, tmp_path, before)

@@ -133,7 +133,7 @@ print(json.dumps({key: [before[key], after[key]] for key in before if before[key
 """
 
 
-@pytest.mark.parametrize("world_size", ["1", "4"])
+@pytest.mark.parametrize("world_size", [pytest.param("1", marks=pytest.mark.slow), "4"])
 def test_import_changes_no_state(world_size: str) -> None:
     """Also with every public name loaded, and in a launch that asks for no FSDP."""
     assert _python(STATE, {"WORLD_SIZE": world_size}) == {}

@@ -25,7 +25,7 @@ from tests.test_exchange import assert_same_bits, make_mesh, place, pool_of, sha
 
 
 # Groups, replicas, shards.
-SIZES = [(2, 1, 2), (4, 1, 1), (2, 2, 2), (4, 2, 1)]
+SIZES = [(2, 1, 2), (4, 2, 1), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((4, 1, 1), (2, 2, 2)))]
 LOSSY = ("bf16", "int8", "int4")
 # Buckets of some blocks for each peer and replica, so that tensors are cut and the last bucket is padded; and one for all.
 BUCKETS = (2048, 1 << 20)
@@ -196,7 +196,7 @@ def test_share_of_the_bytes_of_fp32(sizes: tuple[int, int], wire_format: str, mo
     assert 0.9 * most < plan.slow_bytes() / bound <= most * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("num_groups", [2, 4])
+@pytest.mark.parametrize("num_groups", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_groups_in_one_process_get_the_same_bits(num_groups: int, world4: WorkerPool) -> None:
     """With one shard in a group a simulation exchanges what processes do."""
     sizes = (num_groups, 1, 4 // num_groups)
