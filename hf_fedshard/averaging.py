@@ -288,7 +288,7 @@ class ModelAverager:
         """Forms the averages in `means`; this rank's part in their drift and norm."""
         device, plan = self.mesh.device, held.plans["parameters"]
         if plan.codec is None:
-            reports = [run_exchange(plan, means, device, weight, total)]
+            reports = [run_exchange(plan, means, device, weight, total, held.copies)]
         else:
             # Lossy formats carry differences. What has no anchor yet is sent as it is, and gets one at this border.
             first = held.plans["newcomers"].names() if "newcomers" in held.plans else frozenset()
@@ -296,9 +296,9 @@ class ModelAverager:
             known = {name: mean for name, mean in means.items() if name not in first}
             start = RoundStart(self.outer.anchors, held.dtypes)
             residuals = self.residuals.of(plan, device, self.outer.anchors)
-            reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals)]
+            reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals, held.copies)]
             if newcomers:
-                reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total))
+                reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total, held.copies))
         return {
             "drift": sum(report.squared_drift.item() for report in reports),
             "norm": sum(report.squared_norm.item() for report in reports),
@@ -436,19 +436,20 @@ class ModelAverager:
             run_exchange(held.plans["adapters"], tables, self.mesh.device, 1.0, 1.0)
 
         parameters = dict(self.model.named_parameters())
-        return average_products(self._pairs(held.shards), held.shards, parameters, gather, weights, self.mesh)
+        pairs = self._pairs(held.shards)
+        return average_products(pairs, held.shards, parameters, gather, weights, self.mesh, held.copies)
 
     def copies(self, names: Iterable[str]) -> dict[str, int]:
         """
-        How many ranks of a group hold each element of a parameter, its replicas and axes that do not shard it, where the
-        outer step has a norm. To be asked while the model is resharded.
+        How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it. To be asked
+        while the model is resharded.
 
         Args:
             names (`Iterable[str]`):
                 Of parameters.
         """
         found: dict[str, int] = {}
-        for name in names if self.outer.optimizer is not None else ():
+        for name in names:
             param = self.model.get_parameter(name)
             found[name] = 1
             if isinstance(param, DTensor):
