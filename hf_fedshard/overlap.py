@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 import torch
 
+from .anchors import SharedAnchors, anchors_differ
 from .averaging import ModelAverager
 from .closing import Border, check_rows, left_out, make_metrics, make_row
 from .collectives import broadcast
@@ -62,8 +63,12 @@ class OverlappedAveraging:
         self.tier = tier
         self.config = config
         self.wants_border = False
-        """Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, or a group has fallen out."""
+        """
+        Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, a group has fallen out,
+        or the anchors of the groups differ.
+        """
         self._snapshots = Snapshots(averager)
+        self._anchors = SharedAnchors(averager)
         self._flights: deque[Flight] = deque()
         self._sums = RoundSums()
         self._before = (0.0, 0.0, 0.0, 0.0)
@@ -125,6 +130,8 @@ class OverlappedAveraging:
         seconds = span.tally.own_seconds()
         tally, updates = self._window(fragment, span)
         last = fragment == len(self.fragments) - 1
+        # Here, where all ranks have taken in the same outcomes; and ahead of the snapshot, which says when a device is ready.
+        anchors = self._anchors.row() if last else {}
         snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
         more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
         more |= {f"sum/{name}": value for name, value in sums.items()}
@@ -134,9 +141,8 @@ class OverlappedAveraging:
         def exchange() -> Landed:
             try:
                 self.raise_failure()  # the peers have failed too, or are about to
-                return self._exchange(
-                    snapshot, dataclasses.replace(span, tally=tally, updates=updates), seconds, bytes_sent, more
-                )
+                counted = dataclasses.replace(span, tally=tally, updates=updates)
+                return self._exchange(snapshot, counted, seconds, bytes_sent, more, anchors)
             except BaseException as error:
                 self._failure = error
                 raise
@@ -156,7 +162,13 @@ class OverlappedAveraging:
         self._flights.append(flight)
 
     def _exchange(
-        self, snapshot: Snapshot, span: Span, seconds: float, bytes_sent: int, more: Mapping[str, float]
+        self,
+        snapshot: Snapshot,
+        span: Span,
+        seconds: float,
+        bytes_sent: int,
+        more: Mapping[str, float],
+        anchors: Mapping[str, torch.Tensor | float],
     ) -> Landed:
         """
         In the thread of the slow tier, collective over the world. Order on every rank: the rows, so that a group that has
@@ -172,7 +184,7 @@ class OverlappedAveraging:
                 snapshot.ready.wait(torch.accelerator.current_stream())
         held = snapshot.hold()
         row = make_row(held, span.tally, span.steps, span.updates, seconds, bytes_sent, tier.layout.group_size)
-        rows, _ = exchange_rows({**row, **more}, tier)
+        rows, _ = exchange_rows({**row, **more, **{name: float(value) for name, value in anchors.items()}}, tier)
         check_rows(rows, held, span.round)
         excluded = left_out(rows)
         weights = group_weights(self.config.group_weights, rows, excluded, tier)
@@ -231,6 +243,8 @@ class OverlappedAveraging:
             self.wants_border = True
         if any(landed.rows["frozen"]):
             # Until then it goes on being averaged, and stepped by an outer optimizer with momentum.
+            self.wants_border = True
+        if anchors_differ(landed.rows):
             self.wants_border = True
         if landed.excluded and len(self.fragments) > 1:
             # Its other fragments are not finite either, and would spoil this one in the next step.

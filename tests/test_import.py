@@ -37,6 +37,7 @@ CORE = (
     "guard",
     "metrics",
     "advancing",
+    "anchors",
     "flights",
     "outcome",
     "counting",
