@@ -180,6 +180,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             in_group = keep_in_group(accelerator, ops, inside)
             rounds.when_finished(in_group.undo)
             rounds.when_finished(_keep_saving_to_borders(accelerator, rounds).undo)
+            rounds.when_finished(_start_clock_with_steps(accelerator, rounds).undo)
         return rounds
 
     def _check(self, accelerator: Accelerator) -> None:
@@ -211,6 +212,30 @@ def _read_by(dataloader: Any) -> Any:
     """The dataset of a prepared data loader, without Accelerate's wrapper for streams."""
     dataset = dataloader.dataset
     return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+
+def _start_clock_with_steps(accelerator: Accelerator, rounds: Rounds) -> Patches:
+    """
+    What a loop does at a border, an evaluation or a checkpoint, is no part of the next round: its clock starts with the first
+    backward pass, or `sync_every="auto"` would take its first step to last as long. A hook of the model would see the forward
+    pass ahead of it too, but becomes part of the graph where models are compiled.
+    """
+    begun = -1
+
+    def first_of_round(original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal begun
+            if begun != rounds.round:  # once, also where a step has several micro-batches
+                begun = rounds.round
+                rounds.begin_step()
+            return original(*args, **kwargs)
+
+        return backward
+
+    check_seam(Accelerator, "backward", ("loss",))
+    patches = Patches()
+    patches.replace(accelerator, "backward", first_of_round)
+    return patches
 
 
 def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> Patches:
