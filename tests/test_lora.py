@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
 from hf_fedshard.lora import adapter_pairs, trained_pairs
 from hf_fedshard.lora_products import refactor
+from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.shards import reshard
 from hf_fedshard.simulation import Simulation
@@ -249,6 +251,20 @@ def test_all_ranks_take_one_pair_of_factors(world8: WorkerPool) -> None:
     for alike, unlike in world8.run(_unlike_hardware):
         assert all(torch.equal(tensor, unlike[0][name]) for name, tensor in alike[0].items())
         assert alike[1:] == unlike[1:]
+
+
+def _one_group() -> bool:
+    """Plain training, in a loop as under Trainer: whether A still trains."""
+    mesh = build_federation_mesh("cpu", FederationLayout(1, 4, {"dp_shard": 2}))
+    model = fully_shard(adapted(), mesh=mesh.fsdp)
+    rounds = Rounds(model, mesh, FederationConfig(1, 2, lora_average="freeze_a"), [sgd(model.parameters())])
+    trains = model.get_parameter(FIRST).requires_grad
+    rounds.finish()
+    return trains
+
+
+def test_one_group_freezes_nothing(world8: WorkerPool) -> None:
+    assert all(world8.run(_one_group))
 
 
 def _one_factor(frozen: str) -> Any:
