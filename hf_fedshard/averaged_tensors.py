@@ -142,15 +142,15 @@ class AveragedTensors:
 
     def copies(self, names: Iterable[str]) -> dict[str, int]:
         """
-        How many ranks of a group hold each element of a parameter, its replicas and axes that do not shard it, where the
-        outer step has a norm. To be asked while the model is resharded.
+        How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it. To be asked
+        while the model is resharded.
 
         Args:
             names (`Iterable[str]`):
                 Of parameters.
         """
         found: dict[str, int] = {}
-        for name in names if self.outer.optimizer is not None else ():
+        for name in names:
             param = self.model.get_parameter(name)
             found[name] = 1
             if isinstance(param, DTensor):

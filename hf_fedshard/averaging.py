@@ -227,7 +227,7 @@ class ModelAverager:
         """Forms the averages in `means`; this rank's part in their drift and norm."""
         device, plan = self.mesh.device, held.plans["parameters"]
         if plan.codec is None:
-            reports = [run_exchange(plan, means, device, weight, total)]
+            reports = [run_exchange(plan, means, device, weight, total, held.copies)]
         else:
             # Lossy formats carry differences. What has no anchor yet is sent as it is, and gets one at this border.
             first = held.plans["newcomers"].names() if "newcomers" in held.plans else frozenset()
@@ -235,9 +235,9 @@ class ModelAverager:
             known = {name: mean for name, mean in means.items() if name not in first}
             start = RoundStart(self.outer.anchors, held.dtypes)
             residuals = self.residuals.of(plan, device, self.outer.anchors)
-            reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals)]
+            reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals, held.copies)]
             if newcomers:
-                reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total))
+                reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total, held.copies))
         return {
             "drift": sum(report.squared_drift.item() for report in reports),
             "norm": sum(report.squared_norm.item() for report in reports),
@@ -263,4 +263,5 @@ class ModelAverager:
             run_exchange(held.plans["adapters"], tables, self.mesh.device, 1.0, 1.0)
 
         parameters = dict(self.model.named_parameters())
-        return average_products(self.tensors.pairs(held.shards), held.shards, parameters, gather, weights, self.mesh)
+        pairs = self.tensors.pairs(held.shards)
+        return average_products(pairs, held.shards, parameters, gather, weights, self.mesh, held.copies)

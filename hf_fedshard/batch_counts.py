@@ -43,12 +43,14 @@ class BatchCounts:
                 The batches of the coming optimizer step.
         """
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        # By which Trainer itself counts the tokens of a loss; earlier ones take every model for a causal one.
+        shifts_labels = getattr(self.trainer, "_loss_shifts_labels", True)
         for batch in batches:
             tokens = batch.get(name) if hasattr(batch, "get") else None
             # Ranks of a tensor or context parallel axis are given the same batch.
             if isinstance(tokens, torch.Tensor):
                 self._tokens += tokens.numel() / self._num_copies
-            samples, labels = count_batch(batch, with_tokens=self.config.group_weights != "uniform")
+            samples, labels = count_batch(batch, self.config.group_weights != "uniform", shifts_labels)
             self._samples += samples / self._num_copies
             self._labels += (labels or 0) / self._num_copies
 

@@ -25,9 +25,10 @@ class AveragingReport:
 
     Args:
         squared_drift (`torch.Tensor`):
-            Scalar float64, squared distance of this rank's shards from their average.
+            Scalar float64, squared distance of this rank's shards from their average: its part, where several ranks of the
+            group hold the same elements.
         squared_norm (`torch.Tensor`):
-            Scalar float64, squared norm of the average of this rank's shards.
+            Scalar float64, squared norm of the average of this rank's shards, likewise.
     """
 
     squared_drift: torch.Tensor
@@ -38,7 +39,7 @@ class AveragingReport:
         """Of nothing yet."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
 
-    def take(self, held: torch.Tensor, mean: torch.Tensor, counts: bool) -> None:
+    def take(self, held: torch.Tensor, mean: torch.Tensor, counts: bool, copies: int = 1) -> None:
         """
         Replaces what a rank holds by the average, and notes how far it was from it.
 
@@ -49,11 +50,13 @@ class AveragingReport:
                 Of the same shape, in the dtype of the sums.
             counts (`bool`):
                 Whether it has a part in the drift: what was left out of the average may be NaN.
+            copies (`int`, defaults to `1`):
+                How many ranks of the group hold these elements, and report them.
         """
         if counts:
             # In the memory of what is replaced, where its dtype is that of the sums: no temporary.
-            self.squared_drift += held.to(mean).sub_(mean).norm().double().square()
-        self.squared_norm += mean.norm().double().square()
+            self.squared_drift += held.to(mean).sub_(mean).norm().double().square() / copies
+        self.squared_norm += mean.norm().double().square() / copies
         held.copy_(mean)
 
 
@@ -63,6 +66,7 @@ def run_exchange(
     device: torch.device,
     weight: float = 1.0,
     total_weight: float | None = None,
+    copies: Mapping[str, int] | None = None,
 ) -> AveragingReport:
     """
     Replaces each tensor by its weighted mean over the slow group: sum of `weight * tensor` over `total_weight`.
@@ -87,11 +91,14 @@ def run_exchange(
             This group's weight.
         total_weight (`float`, *optional*):
             Sum of the weights of all groups. Defaults to the number of groups.
+        copies (`Mapping[str, int]`, *optional*):
+            How many ranks of this group hold each element of a tensor, for the report. Defaults to 1 each.
 
     Returns:
         [`AveragingReport`]: Distance of this rank's shards from the average.
     """
     assert plan.codec is None
+    copies = copies or {}
     total = float(plan.slow.size() if total_weight is None else total_weight)
     flats = {name: Flat(tensor) for name, tensor in tensors.items()}
     report = AveragingReport.empty(device)
@@ -105,9 +112,9 @@ def run_exchange(
         work = start_all_reduce(part, plan.slow)
         in_flight.append((bucket, whole, part, work))
         if len(in_flight) == 2:
-            _finish(plan, flats, total, weight, report, *in_flight.pop(0))
+            _finish(plan, flats, total, weight, copies, report, *in_flight.pop(0))
     for waiting in in_flight:
-        _finish(plan, flats, total, weight, report, *waiting)
+        _finish(plan, flats, total, weight, copies, report, *waiting)
     for flat in flats.values():
         flat.write_back()
     return report
@@ -166,6 +173,7 @@ def _finish(
     flats: Mapping[str, Flat],
     total: float,
     weight: float,
+    copies: Mapping[str, int],
     report: AveragingReport,
     bucket: Bucket,
     whole: torch.Tensor,
@@ -178,7 +186,8 @@ def _finish(
         all_gather(whole, part, plan.fast)
     for piece in bucket.pieces:
         mean = whole[piece.offset : piece.offset + piece.stop - piece.start]
-        report.take(flats[piece.name].view[piece.start : piece.stop], mean, counts=weight != 0)
+        held = flats[piece.name].view[piece.start : piece.stop]
+        report.take(held, mean, counts=weight != 0, copies=copies.get(piece.name, 1))
 
 
 def average_replicated(

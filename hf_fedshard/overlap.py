@@ -17,6 +17,9 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
+import torch
+
+from .anchors import SharedAnchors, anchors_differ
 from .averaging import ModelAverager
 from .closing import Border
 from .config import FederationConfig
@@ -55,8 +58,12 @@ class OverlappedAveraging:
         self.tier = tier
         self.config = config
         self.wants_border = False
-        """Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, or a group has fallen out."""
+        """
+        Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, a group has fallen out,
+        or the anchors of the groups differ.
+        """
         self._snapshots = Snapshots(averager)
+        self._anchors = SharedAnchors(averager)
         self._flights: deque[Flight] = deque()
         self._sums = RoundSums()
         self._failure: BaseException | None = None
@@ -117,8 +124,10 @@ class OverlappedAveraging:
         seconds = span.tally.own_seconds()
         tally, updates = self._windows.close(fragment, span)
         last = fragment == len(self.fragments) - 1
+        # Here, where all ranks have taken in the same outcomes; and ahead of the snapshot, which says when a device is ready.
+        more: dict[str, float | torch.Tensor] = dict(self._anchors.row()) if last else {}
         snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
-        more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
+        more |= {f"vote/{name}": float(cast) for name, cast in votes.items()}
         more |= {f"sum/{name}": value for name, value in sums.items()}
         more["frozen"] = float(self.averager.trained.has_frozen())
         bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
@@ -188,6 +197,8 @@ class OverlappedAveraging:
             self.wants_border = True
         if any(landed.rows["frozen"]):
             # Until then it goes on being averaged, and stepped by an outer optimizer with momentum.
+            self.wants_border = True
+        if anchors_differ(landed.rows):
             self.wants_border = True
         if landed.excluded and len(self.fragments) > 1:
             # Its other fragments are not finite either, and would spoil this one in the next step.

@@ -26,7 +26,7 @@ def exchange_snapshot(
     span: Span,
     seconds: float,
     bytes_sent: int,
-    more: Mapping[str, float],
+    more: Mapping[str, float | torch.Tensor],
 ) -> Landed:
     """
     Averages a snapshot over the groups, and touches neither model nor optimizers.
@@ -51,7 +51,7 @@ def exchange_snapshot(
         bytes_sent (`int`):
             Bytes that this rank sends to other groups.
         more (`Mapping[str, float]`):
-            Votes and sums of this rank, under the same names on all ranks.
+            Votes, sums and checksums of this rank, under the same names on all ranks.
 
     Returns:
         [`Landed`]: For the thread that trains.
@@ -69,7 +69,7 @@ def exchange_snapshot(
             snapshot.ready.wait(torch.accelerator.current_stream())
     held = snapshot.hold()
     row = make_row(held, span.tally, span.steps, span.updates, seconds, bytes_sent, tier.layout.group_size)
-    rows, _ = exchange_rows({**row, **more}, tier)
+    rows, _ = exchange_rows({**row, **{name: float(value) for name, value in more.items()}}, tier)
     check_rows(rows, held, span.round)
     excluded = left_out(rows)
     weights = group_weights(config.group_weights, rows, excluded, tier)

@@ -41,6 +41,7 @@ CORE = (
     "guard",
     "metrics",
     "advancing",
+    "anchors",
     "flights",
     "outcome",
     "counting",
