@@ -153,7 +153,7 @@ class RoundCounter:
             "steps_in_round": self.steps,
             "num_optimizer_steps": self.num_optimizer_steps,
             "num_skipped_steps": float(self.num_skipped_steps),
-            "trained": self.averager.trained,
+            "trained": self.averager.trained.names,
             "border_seconds": self.border_seconds,
             "seconds": self._tally.seconds(),
             "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},

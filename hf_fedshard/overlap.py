@@ -13,28 +13,24 @@ other group: the earliest exchange that is not over can always go on.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections import deque
 from collections.abc import Mapping
 
 import torch
 
+from .anchors import SharedAnchors, anchors_differ
 from .averaging import ModelAverager
-from .closing import Asked, Border, check_rows, left_out, make_metrics, make_row
-from .collectives import broadcast
+from .closing import Asked, Border
 from .config import FederationConfig
 from .flights import Flight, Landed, RoundSums, Span
+from .fragment_windows import FragmentWindows
 from .fragments import divide, starts, trained_sizes
 from .held import Held
 from .mesh import OverlapPeers
-from .metrics import RoundMetrics, Tally, exchange_rows
 from .outcome import Outcome
-from .snapshots import Snapshot, Snapshots, note_distance
-from .weights import group_weights
-
-
-logger = logging.getLogger(__name__)
+from .overlapped_exchange import exchange_snapshot
+from .snapshots import Snapshots
 
 
 class OverlappedAveraging:
@@ -62,18 +58,21 @@ class OverlappedAveraging:
         self.tier = tier
         self.config = config
         self.wants_border = False
-        """Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, or a group has fallen out."""
+        """
+        Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, a group has fallen out,
+        or the anchors of the groups differ.
+        """
         self._snapshots = Snapshots(averager)
+        self._anchors = SharedAnchors(averager)
         self._flights: deque[Flight] = deque()
         self._sums = RoundSums()
-        self._before = (0.0, 0.0, 0.0, 0.0)
-        self._counted: dict[int, tuple[float, ...]] = {}
         self._failure: BaseException | None = None
         self.fragments: list[frozenset[str] | None] = [None]
         if config.num_fragments > 1:
-            sizes = trained_sizes(averager.model, averager.averaged_shards())
+            sizes = trained_sizes(averager.model, averager.trained.averaged_shards())
             whole_sizes = trained_sizes(averager.model, sizes)
             self.fragments = [*divide(sizes, config.num_fragments, whole_sizes)]
+        self._windows = FragmentWindows(len(self.fragments))
         # What another federation on this tier has left in flight ends first: the thread that trains uses it at borders.
         tier.worker.submit(lambda: None).result()
 
@@ -124,18 +123,21 @@ class OverlappedAveraging:
         """
         started = time.perf_counter()
         seconds = span.tally.own_seconds()
-        tally, updates = self._window(fragment, span)
+        tally, updates = self._windows.close(fragment, span)
         last = fragment == len(self.fragments) - 1
+        # Here, where all ranks have taken in the same outcomes; and ahead of the snapshot, which says when a device is ready.
+        more: dict[str, float | torch.Tensor] = dict(self._anchors.row()) if last else {}
         snapshot = self._snapshots.take(fragment, self.fragments[fragment], with_buffers=last)
         asked = Asked(votes, sums)
-        more = {**asked.row(), "frozen": float(self.averager.has_frozen())}
+        more |= {**asked.row(), "frozen": float(self.averager.trained.has_frozen())}
         bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
 
         def exchange() -> Landed:
             try:
                 self.raise_failure()  # the peers have failed too, or are about to
-                return self._exchange(
-                    snapshot, dataclasses.replace(span, tally=tally, updates=updates), seconds, bytes_sent, more
+                window = dataclasses.replace(span, tally=tally, updates=updates)
+                return exchange_snapshot(
+                    self.averager, self.tier, self.config, snapshot, window, seconds, bytes_sent, more
                 )
             except BaseException as error:
                 self._failure = error
@@ -153,42 +155,6 @@ class OverlappedAveraging:
             future=future,
         )
         self._flights.append(flight)
-
-    def _exchange(
-        self, snapshot: Snapshot, span: Span, seconds: float, bytes_sent: int, more: Mapping[str, float]
-    ) -> Landed:
-        """
-        In the thread of the slow tier, collective over the world. Order on every rank: the rows, so that a group that has
-        fallen out is known; weights, if a function gives them; what [`ModelAverager.exchange`] does; rank 0's drift, where
-        the period follows it.
-        """
-        started = time.perf_counter()
-        tier, averager = self.tier, self.averager
-        if snapshot.ready is not None:
-            if tier.device.type == "cpu":
-                snapshot.ready.synchronize()
-            else:
-                snapshot.ready.wait(torch.accelerator.current_stream())
-        held = snapshot.hold()
-        row = make_row(held, span.tally, span.steps, span.updates, seconds, bytes_sent, tier.layout.group_size)
-        rows, _ = exchange_rows({**row, **more}, tier)
-        check_rows(rows, held, span.round)
-        excluded = left_out(rows)
-        weights = group_weights(self.config.group_weights, rows, excluded, tier)
-        found = averager.exchange(held, weights, with_moments=False)
-        drift = found.drift
-        if self.config.sync_every == "drift":
-            measured = torch.tensor(drift, dtype=torch.float64, device=tier.device)
-            # Inside each group from its first rank, then from group 0: all get rank 0's.
-            broadcast(measured, tier.group)
-            broadcast(measured, tier.fed)
-            drift = float(measured)
-        if averager.outer.optimizer is None:
-            note_distance(held, snapshot)
-        if tier.device.type != "cpu":
-            # The other thread then needs no more than this one's word for it.
-            torch.accelerator.current_stream().synchronize()
-        return Landed(rows, held, found, excluded, drift, time.perf_counter() - started)
 
     def is_due(self, steps_behind: int) -> bool:
         """
@@ -232,6 +198,8 @@ class OverlappedAveraging:
         if any(landed.rows["frozen"]):
             # Until then it goes on being averaged, and stepped by an outer optimizer with momentum.
             self.wants_border = True
+        if anchors_differ(landed.rows):
+            self.wants_border = True
         if landed.excluded and len(self.fragments) > 1:
             # Its other fragments are not finite either, and would spoil this one in the next step.
             self.wants_border = True
@@ -240,54 +208,14 @@ class OverlappedAveraging:
         if not last:
             return None
         sums, self._sums = self._sums, RoundSums()
-        return Border(self._metrics(flight, landed, outcome[0], sums), *answers), landed.drift
-
-    def _metrics(self, flight: Flight, landed: Landed, outcome: Outcome, sums: RoundSums) -> RoundMetrics:
-        metrics = make_metrics(
-            landed.rows,
-            self.tier,
-            outcome,
-            round=flight.span.round,
-            steps=flight.span.steps,
-            seconds=flight.seconds,
-            wait_seconds=0.0,
-            sync_seconds=sums.sync_seconds,
-            period=flight.span.period,
-            synchronous=False,
-        )
-        drift = (sums.squared_drift / sums.squared_norm) ** 0.5 if sums.squared_norm > 0 else 0.0
-        norm = None if metrics.pseudo_gradient_norm is None else sums.squared_gradient**0.5
-        return dataclasses.replace(
-            metrics,
-            overlapped_seconds=sums.overlapped_seconds,
-            bytes_sent=sums.bytes_sent,
-            drift=drift,
-            pseudo_gradient_norm=norm,
-        )
-
-    def _window(self, fragment: int, span: Span) -> tuple[Tally, float]:
-        """What was counted since the last exchange of a fragment, which for the last one and for a whole model is the round."""
-        tally, last = span.tally, fragment == len(self.fragments) - 1
-        if len(self.fragments) == 1:
-            return tally, span.updates
-        counts = (tally.tokens, tally.labels, tally.samples, span.updates)
-        now = tuple(before + count for before, count in zip(self._before, counts, strict=True))
-        tokens, labels, samples, updates = (
-            total - counted for total, counted in zip(now, self._counted.get(fragment, (0.0,) * 4), strict=True)
-        )
-        self._counted[fragment] = now
-        if last:
-            self._before = now  # type: ignore[assignment]
-            return tally, span.updates
-        return dataclasses.replace(tally, tokens=tokens, labels=labels, samples=samples), updates
+        return Border(sums.metrics(flight, landed, outcome[0], self.tier), *answers), landed.drift
 
     def begin_anew(self) -> None:
         """Told of a border with nothing in flight: all fragments begin with it."""
         assert not self._flights
         self.wants_border = False
         self._sums = RoundSums()
-        self._before = (0.0, 0.0, 0.0, 0.0)
-        self._counted.clear()
+        self._windows.begin_anew()
 
     def discard(self) -> None:
         """Waits for what is in flight and forgets it: the model was replaced. Collective over the world."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from . import guard
 from .advancing import AdvancingRounds
+from .anchors import SharedAnchors
 from .averaging import ModelAverager
 from .closing import Asked, Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
 from .config import FederationConfig
@@ -79,6 +80,7 @@ class Rounds(AdvancingRounds):
         self.peers: Peers = mesh if tier is None else tier
         self._begin(one_model)
         self.averager = ModelAverager(model, self.peers, config, self.optimizers)
+        self._anchors = SharedAnchors(self.averager)
         self._parameter_ids = {id(param) for param in model.parameters()}
         self.course = Course(model, mesh, config, self.optimizers, num_training_steps)
         self.course.begin()
@@ -177,8 +179,8 @@ class Rounds(AdvancingRounds):
         Closes the round: every group's parameters become their average. Collective over the world.
 
         Order on every rank: what is in flight, see [`OverlappedAveraging`], so that no other thread uses the slow tier; the
-        small exchange of metrics and votes; one of weights if a function gives them, then those of
-        [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase needs. What is
+        small exchange of metrics and votes; that of anchors if those of the groups differ; one of weights if a function
+        gives them, then those of [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase needs. What is
         done depends only on values that all ranks have exchanged, so they stay together.
 
         After synchronous steps the groups hold one model already: in place of the average stands the proof of that, and
@@ -205,13 +207,14 @@ class Rounds(AdvancingRounds):
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
             return self._border_as_it_is(earlier.pop(), asked)
-        held = self.averager.collect()
+        held = self.averager.tensors.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size
         bytes_sent = self.course.slow_bytes(held.parameter_bytes())
         seconds = self._tally.own_seconds()
         row = make_row(held, self._tally, self.steps, self._num_updates(), seconds, bytes_sent, group_size)
+        row.update({name: float(value) for name, value in self._anchors.row().items()})
         rows, wait_seconds = exchange_rows(row | asked.row(), self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
@@ -248,6 +251,7 @@ class Rounds(AdvancingRounds):
     def _average(self, held: Held, rows: Rows) -> Outcome:
         if self.course.holds_one_model(held.shards):
             return self.averager.take_as_it_is(held, left_out(rows))
+        self._anchors.unify(rows, self.round + 1)
         excluded = left_out(rows)
         # Without a counted step, after fragments or in the middle of the first one, there is nothing to weigh by.
         rule = self.config.group_weights if self.steps else "uniform"

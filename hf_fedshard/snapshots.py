@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .averaging import ModelAverager
-from .exchange import ExchangePlan
+from .exchange_plan import ExchangePlan
 from .held import Held
 from .shards import accumulation_dtype, all_finite, local_shards, persistent_buffers, reshard
 
@@ -89,22 +89,22 @@ class Snapshots:
         """
         averager = self.averager
         reshard(averager.model)
-        averager.note_trainable()
-        everything = averager.averaged_shards()
+        averager.trained.note_trainable()
+        everything = averager.trained.averaged_shards()
         held = {name: shard for name, shard in everything.items() if names is None or name in names}
         target = self._storage(fragment, held)
         if held:
             torch._foreach_copy_(list(target.values()), list(held.values()), non_blocking=True)
         buffers = persistent_buffers(averager.model) if with_buffers else {}
-        besides = averager.checked_besides(everything, buffers) if with_buffers else []
+        besides = averager.trained.checked_besides(everything, buffers) if with_buffers else []
         return Snapshot(
             shards=target,
             dtypes={name: shard.dtype for name, shard in held.items()},
             buffers={name: buffer.clone() for name, buffer in buffers.items()},
             besides=[torch.linalg.vector_norm(part, ord=float("inf")) for part in besides if _has_floats(part)],
-            plans=averager.parameter_plans(target, f"fragment {fragment}"),
-            problems=averager.strays(),
-            copies=averager.copies(held),
+            plans=averager.tensors.parameter_plans(target, f"fragment {fragment}"),
+            problems=averager.trained.strays(),
+            copies=averager.tensors.copies(held),
             ready=_record(averager.mesh.device, held),
         )
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 
 from .averaging import ModelAverager
-from .exchange import plan_exchange
+from .exchange_plan import plan_exchange
 
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def round_bytes(averager: ModelAverager, fragments: Sequence[Collection[str] | N
         wire_format (`str`):
             How they cross.
     """
-    shards = averager.averaged_shards()
+    shards = averager.trained.averaged_shards()
     size = averager.config.bucket_size_bytes
     parts = [{name: shard for name, shard in shards.items() if names is None or name in names} for names in fragments]
     return sum(plan_exchange(part, averager.mesh, size, wire_format).slow_bytes() for part in parts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fedshard import trainer_checkpoint
+from hf_fedshard import trainer_resuming
 from tests.harness.checkpoint_runs import differences, forget_meshes, make_trainer, state_of
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.marks import quick_and_slow
@@ -36,12 +36,12 @@ def loaded(folder: str, **options: Any) -> dict[str, Any]:
         return training_step
 
     warnings: list[str] = []
-    trainer_checkpoint.logger.warning = lambda text, *args: warnings.append(text)  # type: ignore[method-assign]
+    trainer_resuming.logger.warning = lambda text, *args: warnings.append(text)  # type: ignore[method-assign]
     try:
         trainer.training_step = keep(trainer.training_step)  # type: ignore[method-assign]
         trainer.train(resume_from_checkpoint=True)
     finally:
-        del trainer_checkpoint.logger.warning
+        del trainer_resuming.logger.warning
     assert trainer.state.global_step == 6
     dist.barrier()
     return {**found, "said": warnings, "group": (trainer.model.lm_head.weight.device_mesh.mesh.flatten().tolist())}  # type: ignore[union-attr]

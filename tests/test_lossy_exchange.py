@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fedshard.exchange import ExchangePlan, plan_exchange
+from hf_fedshard.exchange_plan import ExchangePlan, plan_exchange
 from hf_fedshard.layout import FederationLayout
 from hf_fedshard.lossy_exchange import RoundStart, run_lossy_exchange
 from hf_fedshard.outer_memory import OuterMemory

@@ -54,7 +54,7 @@ def _second_border(mesh: FederationMesh, settings: dict[str, Any]) -> int:
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(0.01 * (mesh.group_index + number + 1))
-        held = averager.collect()
+        held = averager.tensors.collect()
         if mesh.device.type == "cpu":
             with LiveMemory() as memory:
                 averager.average(held, [1.0, 1.0], ())

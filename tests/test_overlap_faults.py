@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from hf_fedshard import guard, overlap
+from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.shards import persistent_buffers
 from tests.harness.outer_runs import full_state
 from tests.harness.overlap_devices import Normed
@@ -61,7 +61,7 @@ def different_parameters() -> None:
     run = OverlapRun(make_mesh(), sync_every=2, overlap_steps=1)
     if dist.get_rank() < 2:
         run.model.head.requires_grad_(False)  # type: ignore[union-attr]
-        run.rounds.averager._trained -= {"head.weight", "head.bias"}
+        run.rounds.averager.trained._trained -= {"head.weight", "head.bias"}
     for step in range(4):
         run.step(step)
 
@@ -82,7 +82,11 @@ def failing_exchange() -> Any:
         raise MemoryError("no memory for the buckets")
 
     started = time.monotonic()
-    with mock.patch.object(overlap, "exchange_rows", broken) if dist.get_rank() == 1 else mock.patch("time.time"):
+    with (
+        mock.patch.object(overlapped_exchange, "exchange_rows", broken)
+        if dist.get_rank() == 1
+        else mock.patch("time.time")
+    ):
         try:
             for step in range(NUM_STEPS):
                 if step == 3:
@@ -161,7 +165,7 @@ def local_and_pulled() -> Any:
         moments.append(len(run.optimizer.state))
     run.rounds.finish()
     guard.detach(run.rounds)
-    shards = run.rounds.averager.averaged_shards()
+    shards = run.rounds.averager.trained.averaged_shards()
     held = {name: shard.clone() for name, shard in shards.items()}
     return (
         anchors,

@@ -1,0 +1,57 @@
+"""What a rank has counted for each fragment of a model since that was last averaged: the weights go by it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .flights import Span
+from .metrics import Tally
+
+
+class FragmentWindows:
+    """
+    The windows between two exchanges of a fragment. They begin at different steps, so a window reaches over a round's end;
+    for the last fragment, and for a whole model, it is the round.
+
+    Args:
+        num_fragments (`int`):
+            Fragments of the model.
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self.num_fragments = num_fragments
+        self._before = (0.0, 0.0, 0.0, 0.0)
+        self._counted: dict[int, tuple[float, ...]] = {}
+
+    def begin_anew(self) -> None:
+        """Told of a border: all fragments begin with it."""
+        self._before = (0.0, 0.0, 0.0, 0.0)
+        self._counted.clear()
+
+    def close(self, fragment: int, span: Span) -> tuple[Tally, float]:
+        """
+        Ends a fragment's window where its exchange starts, and begins the next one.
+
+        Args:
+            fragment (`int`):
+                Its number.
+            span ([`Span`]):
+                What was counted in the round so far.
+
+        Returns:
+            `tuple[Tally, float]`: What was counted since the last exchange of the fragment, and the steps that an optimizer
+            made.
+        """
+        tally, last = span.tally, fragment == self.num_fragments - 1
+        if self.num_fragments == 1:
+            return tally, span.updates
+        counts = (tally.tokens, tally.labels, tally.samples, span.updates)
+        now = tuple(before + count for before, count in zip(self._before, counts, strict=True))
+        tokens, labels, samples, updates = (
+            total - counted for total, counted in zip(now, self._counted.get(fragment, (0.0,) * 4), strict=True)
+        )
+        self._counted[fragment] = now
+        if last:
+            self._before = now  # type: ignore[assignment]
+            return tally, span.updates
+        return dataclasses.replace(tally, tokens=tokens, labels=labels, samples=samples), updates
