@@ -5,7 +5,8 @@ The package's own time inside a round, measured in the process, under Trainer an
 
 Everything of the package that runs between two borders is called through a method that it has put in the place of one of
 Trainer's or Accelerate's, or through its hook on optimizers, or by `fedavg.step`. A clock runs while such a call runs, and
-stands still while that calls what was there before.
+stands still while that calls what was there before, and in the collectives that stay in the group in place of Accelerate's,
+where a rank waits for others either way.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def watch_package(clock: OwnClock) -> None:
         clock ([`OwnClock`]):
             The clock.
     """
-    from hf_fedshard import guard, seams
+    from hf_fedshard import group_ops, guard, seams
 
     replace = seams.Patches.replace
 
@@ -92,6 +93,9 @@ def watch_package(clock: OwnClock) -> None:
 
     seams.Patches.replace = timed_replace  # type: ignore[method-assign]
     guard._check = clock.ours(guard._check)
+    # Collectives of the group where Trainer asks for the world's: with or without the package a rank waits there for others.
+    for name in group_ops.ACCELERATOR_SEAMS:
+        setattr(group_ops.GroupOps, name, clock.theirs(getattr(group_ops.GroupOps, name)))
 
 
 def shares_inside_rounds(marks: list[tuple[float, float]], sync_every: int) -> list[float]:
