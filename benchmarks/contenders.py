@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_fedshard import FederationConfig, Rounds
+from hf_fedshard.shards import local_shards, reshard
 
 from .variants import CEILING, Variant
 from .workload import Batches, make_model, make_optimizer
@@ -61,25 +62,35 @@ class Contender:
     def _after_step(self) -> None:
         """What the variant does after a step."""
 
-    def full_border(self) -> None:
-        """Brings all ranks to one model, for an evaluation. Collective over the world."""
+    @property
+    def num_averagings(self) -> int | None:
+        """Rounds whose average the model has taken in; `None` where nobody counts them."""
+        return None
+
+    def evaluated_model(self) -> nn.Module:
+        """
+        The one model that stands for all ranks at this step: their own, where they hold the same. The run must go on as if
+        nobody had asked. Collective over the world.
+        """
+        return self.model
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """
-        Mean loss over the held-out blocks. Collective over the world.
+        Mean loss of [`~Contender.evaluated_model`] over the held-out blocks. Collective over the world; the training is not
+        touched.
 
         Returns:
             `float`: In nats a token, the same on all ranks.
         """
-        self.full_border()
-        self.model.eval()
+        model = self.evaluated_model()
+        model.eval()
         rows = self.world.blocks.evaluation
         batch = rows[self.world.rank :: self.world.size][: len(rows) // self.world.size].long()
         total = torch.zeros((), dtype=torch.float64)
         for part in batch.split(8):
-            total += self.model(input_ids=part, labels=part).loss.double() * len(part)
-        self.model.train()
+            total += model(input_ids=part, labels=part).loss.double() * len(part)
+        model.train()
         dist.all_reduce(total)
         return float(total) / (len(batch) * self.world.size)
 
@@ -94,14 +105,38 @@ class Ours(Contender):
         super().__init__(world, model, optimizer)
         settings = {"sync_every": world.workload.sync_every, **settings}
         self.rounds = Rounds(model, world.federation, FederationConfig(num_groups=2, **settings), [optimizer])
+        self._num_averagings = 0
+        self._copy: nn.Module | None = None
 
     def _after_step(self) -> None:
-        self.rounds.step(tokens=self.world.workload.step_tokens)
+        metrics = self.rounds.step(tokens=self.world.workload.step_tokens)
+        self._num_averagings += metrics is not None
 
-    def full_border(self) -> None:
-        """Closes the round that is running."""
-        if not self.rounds.at_border:
-            self.rounds.close()
+    @property
+    def num_averagings(self) -> int:
+        """Rounds whose average the model has taken in."""
+        return self._num_averagings
+
+    @torch.no_grad()
+    def evaluated_model(self) -> nn.Module:
+        """
+        The mean of the groups' models as they are after this step, formed in a copy. A border would land at once what is in
+        flight, and the run would be another one than a user has.
+
+        The sums are on the mesh's communicators, the averaging beside the steps on those of the slow tier: neither can be
+        taken for the other, whatever each rank does first.
+        """
+        mesh = self.world.federation
+        if self._copy is None:
+            self._copy = shard_model(make_model(self.world.workload), mesh.fsdp)
+        for model in (self.model, self._copy):
+            reshard(model)  # the copy's last evaluation has left its head gathered
+        own = local_shards(self.model)
+        for name, shard in local_shards(self._copy).items():
+            shard.copy_(own[name])
+            dist.all_reduce(shard, group=mesh.fed)
+            shard.div_(mesh.layout.num_groups)
+        return self._copy
 
     def close(self) -> None:
         """Ends the federation, so that nothing of it is watched any longer."""

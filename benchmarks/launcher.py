@@ -10,20 +10,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from .environment import RANK_ENV
 from .network import NUM_NODES, TwoTierNetwork
 from .processes import kill_tree, start_tree
 from .workload import ROOT
-
-
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "PYTHONUNBUFFERED": "1",
-}
 
 
 class LaunchError(RuntimeError):
@@ -45,7 +35,7 @@ def make_env(extra: dict[str, str] | None = None) -> dict[str, str]:
     foreign = ("ACCELERATE_", "FSDP_", "FEDSHARD_", "PARALLELISM_CONFIG_", "TORCHELASTIC_", "TORCHFT_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "recipes"), inherited.get("PYTHONPATH", "")]))
-    return inherited | SETTINGS | {"PYTHONPATH": path} | (extra or {})
+    return inherited | RANK_ENV | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | (extra or {})
 
 
 def run_world(network: TwoTierNetwork | None, num_processes: int, arguments: Sequence[str], log: Path) -> None:

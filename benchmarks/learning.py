@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from .contenders import make_contender
-from .records import Records
+from .records import EVALUATED, Records
 from .variants import Variant
 from .world import World
 
@@ -21,13 +21,14 @@ def learn(
     say: Callable[[str], None],
 ) -> None:
     """
-    Trains a variant from its first weights, on an unlimited link, and evaluates it on the way. Collective over the world.
+    Trains a variant from its first weights, on an unlimited link, and evaluates it on the way without touching the run.
+    Collective over the world.
 
     What it does in a second is measured elsewhere; here only what it does in a step.
 
     Args:
         world ([`World`]):
-            Where.
+            Where, and with which seed.
         variant ([`Variant`]):
             Who trains.
         num_steps (`int`):
@@ -43,23 +44,28 @@ def learn(
     """
     started = time.perf_counter()
     contender = make_contender(variant, world)
-    steps, losses = [0], [contender.evaluate()]
+    seed = world.workload.seed
+    steps, losses, num_averagings = [0], [contender.evaluate()], contender.num_averagings
     for step in range(1, num_steps + 1):
         contender.step()
         if step % eval_every == 0:
             steps.append(step)
             losses.append(contender.evaluate())
-            say(f"[learning] {variant.name:18} step {step:4}: evaluation loss {losses[-1]:.4f}")
+            num_averagings = contender.num_averagings
+            say(f"[learning, seed {seed}] {variant.name:18} step {step:4}: evaluation loss {losses[-1]:.4f}")
     contender.close()
     if world.rank == 0:
         records.append(
             "learning",
             {
                 "variant": variant.name,
+                "seed": seed,
                 "session": session,
+                "evaluated": EVALUATED,
                 "steps": steps,
                 "step_tokens": world.size * world.workload.step_tokens,
                 "losses": losses,
+                "num_averagings": num_averagings,
                 "seconds": time.perf_counter() - started,
             },
         )

@@ -5,7 +5,8 @@ The package's own time inside a round, measured in the process, under Trainer an
 
 Everything of the package that runs between two borders is called through a method that it has put in the place of one of
 Trainer's or Accelerate's, or through its hook on optimizers, or by `fedavg.step`. A clock runs while such a call runs, and
-stands still while that calls what was there before.
+stands still while that calls what was there before, and in the collectives that stay in the group in place of Accelerate's,
+where a rank waits for others either way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def watch_package(clock: OwnClock) -> None:
         clock ([`OwnClock`]):
             The clock.
     """
-    from hf_fedshard import guard, seams
+    from hf_fedshard import group_ops, guard, seams
 
     replace = seams.Patches.replace
 
@@ -91,6 +93,9 @@ def watch_package(clock: OwnClock) -> None:
 
     seams.Patches.replace = timed_replace  # type: ignore[method-assign]
     guard._check = clock.ours(guard._check)
+    # Collectives of the group where Trainer asks for the world's: with or without the package a rank waits there for others.
+    for name in group_ops.ACCELERATOR_SEAMS:
+        setattr(group_ops.GroupOps, name, clock.theirs(getattr(group_ops.GroupOps, name)))
 
 
 def shares_inside_rounds(marks: list[tuple[float, float]], sync_every: int) -> list[float]:
@@ -113,9 +118,10 @@ def shares_inside_rounds(marks: list[tuple[float, float]], sync_every: int) -> l
     return shares
 
 
-def train_with_trainer(clock: OwnClock, blocks: Any, workload: Any, folder: str) -> list[tuple[float, float]]:
+@dataclass(frozen=True)
+class TimedTraining:
     """
-    Trains with Trainer and `FedAvgCallback`.
+    Trains with a clock in the package. Both ways return marks, see [`shares_inside_rounds`].
 
     Args:
         clock ([`OwnClock`]):
@@ -124,83 +130,79 @@ def train_with_trainer(clock: OwnClock, blocks: Any, workload: Any, folder: str)
             Sequences.
         workload ([`Workload`]):
             What is trained.
-        folder (`str`):
-            Where Trainer may write.
-
-    Returns:
-        `list[tuple[float, float]]`: Marks, see [`shares_inside_rounds`].
     """
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from hf_fedshard import FedAvgCallback
+    clock: OwnClock
+    blocks: Any
+    workload: Any
 
-    from .workload import make_model
+    def with_trainer(self, folder: str) -> list[tuple[float, float]]:
+        """
+        With Trainer and `FedAvgCallback`.
 
-    marks: list[tuple[float, float]] = []
+        Args:
+            folder (`str`):
+                Where Trainer may write.
+        """
+        clock, blocks, workload = self.clock, self.blocks, self.workload
+        from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Marks(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        from hf_fedshard import FedAvgCallback
+
+        from .workload import make_model
+
+        marks: list[tuple[float, float]] = []
+
+        class Marks(TrainerCallback):
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                marks.append((time.perf_counter(), clock.seconds))
+
+        rows = [{"input_ids": block, "labels": block} for block in blocks.long()]
+        args = TrainingArguments(
+            output_dir=folder,
+            max_steps=NUM_ROUNDS * workload.sync_every,
+            per_device_train_batch_size=workload.batch_size,
+            learning_rate=workload.learning_rate,
+            logging_steps=workload.sync_every,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        callbacks = [Marks(), FedAvgCallback(num_groups=2, sync_every=workload.sync_every)]
+        dataset: Any = rows
+        Trainer(model=make_model(workload), args=args, train_dataset=dataset, callbacks=callbacks).train()
+        return marks
+
+    def in_loop(self) -> list[tuple[float, float]]:
+        """With `FederatedFSDPPlugin` in a loop."""
+        clock, blocks, workload = self.clock, self.blocks, self.workload
+        from accelerate import Accelerator
+        from torch.utils.data import DataLoader
+
+        from hf_fedshard import FederatedFSDPPlugin
+
+        from .workload import make_model, make_optimizer
+
+        plugin = FederatedFSDPPlugin(num_groups=2, sync_every=workload.sync_every)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)
+        model: Any = make_model(workload)
+        loader = DataLoader(blocks, batch_size=workload.batch_size)
+        model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, workload), loader)
+        fedavg = plugin.federate(accelerator, model)
+        step = clock.ours(fedavg.step)
+        marks: list[tuple[float, float]] = []
+        for index, batch in enumerate(loader):
             marks.append((time.perf_counter(), clock.seconds))
-
-    rows = [{"input_ids": block, "labels": block} for block in blocks.long()]
-    args = TrainingArguments(
-        output_dir=folder,
-        max_steps=NUM_ROUNDS * workload.sync_every,
-        per_device_train_batch_size=workload.batch_size,
-        learning_rate=workload.learning_rate,
-        logging_steps=workload.sync_every,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    callbacks = [Marks(), FedAvgCallback(num_groups=2, sync_every=workload.sync_every)]
-    dataset: Any = rows
-    Trainer(model=make_model(workload), args=args, train_dataset=dataset, callbacks=callbacks).train()
-    return marks
-
-
-def train_in_loop(clock: OwnClock, blocks: Any, workload: Any) -> list[tuple[float, float]]:
-    """
-    Trains with `FederatedFSDPPlugin` in a loop.
-
-    Args:
-        clock ([`OwnClock`]):
-            The clock.
-        blocks (`torch.Tensor`):
-            Sequences.
-        workload ([`Workload`]):
-            What is trained.
-
-    Returns:
-        `list[tuple[float, float]]`: Marks, see [`shares_inside_rounds`].
-    """
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-
-    from hf_fedshard import FederatedFSDPPlugin
-
-    from .workload import make_model, make_optimizer
-
-    plugin = FederatedFSDPPlugin(num_groups=2, sync_every=workload.sync_every)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config)
-    model: Any = make_model(workload)
-    loader = DataLoader(blocks, batch_size=workload.batch_size)
-    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, workload), loader)
-    fedavg = plugin.federate(accelerator, model)
-    step = clock.ours(fedavg.step)
-    marks: list[tuple[float, float]] = []
-    for index, batch in enumerate(loader):
-        marks.append((time.perf_counter(), clock.seconds))
-        if index == NUM_ROUNDS * workload.sync_every:
-            break
-        loss = model(input_ids=batch.long(), labels=batch.long()).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        step(loss, tokens=batch.numel())
-    fedavg.finish()
-    return marks
+            if index == NUM_ROUNDS * workload.sync_every:
+                break
+            loss = model(input_ids=batch.long(), labels=batch.long()).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step(loss, tokens=batch.numel())
+        fedavg.finish()
+        return marks
 
 
 def main() -> None:
@@ -219,10 +221,11 @@ def main() -> None:
     world_size = 4
     needed = (NUM_ROUNDS * workload.sync_every + 1) * workload.batch_size * world_size
     blocks = load_blocks(Path(job["folder"]) / "blocks.pt", workload).train[:needed]
+    training = TimedTraining(clock, blocks, workload)
     if job["way"] == "Trainer":
-        marks = train_with_trainer(clock, blocks, workload, str(Path(job["folder"]) / "trainer"))
+        marks = training.with_trainer(str(Path(job["folder"]) / "trainer"))
     else:
-        marks = train_in_loop(clock, blocks, workload)
+        marks = training.in_loop()
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, shares_inside_rounds(marks, workload.sync_every))
     if dist.get_rank() == 0:

@@ -54,8 +54,8 @@ class Job:
             Of them in a turn.
         turn_seconds (`float`):
             How long a turn of a synchronous variant should take.
-        learning_steps (`dict[str, int]`):
-            Steps of each variant in the learning part.
+        learning_runs (`list[tuple[int, str, int]]`):
+            Runs of the learning part: seed, variant, steps.
         eval_every (`int`):
             Steps between two evaluations there.
         link (`dict[str, Any]`, *optional*):
@@ -75,7 +75,7 @@ class Job:
     turn_seconds: float
     link: dict[str, Any] | None
     addresses: list[str]
-    learning_steps: dict[str, int] = field(default_factory=dict)
+    learning_runs: list[tuple[int, str, int]] = field(default_factory=list)
     eval_every: int = 16
 
 
@@ -216,8 +216,9 @@ def main() -> None:
     if job.task == "turns":
         Measurement(job, world).run()
     elif job.task == "learning":
-        for name, num_steps in job.learning_steps.items():
-            learn(world, VARIANTS[name], num_steps, job.eval_every, Records(Path(job.folder)), job.session, say)
+        worlds = {seed: world.with_seed(seed) for seed, _, _ in job.learning_runs}
+        for seed, name, num_steps in job.learning_runs:
+            learn(worlds[seed], VARIANTS[name], num_steps, job.eval_every, Records(Path(job.folder)), job.session, say)
     else:
         (name,) = next(iter(job.blocks.values()))
         measure_memory(world, VARIANTS[name], baseline_bytes, Records(Path(job.folder)), job.session, say)

@@ -11,6 +11,10 @@ from .statistics import select
 from .workload import Workload
 
 
+EVALUATED = "mean of the groups' models at that step, in a copy"
+"""What a loss is that of, where the groups hold models of their own. A record that does not say so is not read."""
+
+
 @dataclass(frozen=True)
 class Records:
     """
@@ -57,6 +61,19 @@ class Records:
             except json.JSONDecodeError:
                 continue
         return records
+
+    def learning_runs(self) -> list[dict[str, Any]]:
+        """
+        Reads the runs of the learning part that were evaluated as this version does it; others are named and left out.
+
+        Returns:
+            `list[dict[str, Any]]`: In the order in which they were made.
+        """
+        runs = self.read("learning")
+        others = sorted({run["variant"] for run in runs if run.get("evaluated") != EVALUATED})
+        if others:
+            print(f"learning.jsonl: left out, since evaluated in another way: {', '.join(others)}", flush=True)
+        return [run for run in runs if run.get("evaluated") == EVALUATED]
 
     def check_workload(self, workload: Workload) -> None:
         """

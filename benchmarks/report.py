@@ -94,6 +94,22 @@ def with_spread(values: dict[str, float] | None, digits: int = 0, scale: float =
     return f"{median} ({low}-{high})"
 
 
+def with_error(values: dict[str, Any] | None, digits: int = 4) -> str:
+    """
+    Args:
+        values (`dict[str, Any]`, *optional*):
+            Fields of [`Mean`].
+        digits (`int`, *optional*, defaults to 4):
+            After the point.
+
+    Returns:
+        `str`: The mean and, of several runs, its standard error.
+    """
+    if values is None or values["error"] is None:
+        return "-" if values is None else figure(values["value"], digits)
+    return f"{figure(values['value'], digits)} ± {figure(values['error'], digits)}"
+
+
 def about(content: dict[str, Any]) -> str:
     """When and on what it was measured."""
     sessions, loads = content["sessions"], sorted(content["loads"])
@@ -119,9 +135,13 @@ def targets_table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         sign, unit = (">=" if row["at_least"] else "<="), {"%": " %", "x": "x"}.get(row["unit"], "")
         digits = 3 if row["limit"] < 2 else 1
-        reached = {None: "not measured", True: "reached", False: "**missed**"}[row["reached"]]
+        reached = {None: "not resolvable with these runs", True: "reached", False: "**missed**"}[row["reached"]]
         command = f"`{COMMAND} {row['options']}`"
         value = "-" if row["value"] is None else f"{row['value']:.{digits}f}{unit}"
+        if row["value"] is None:
+            reached = "not measured"
+        elif row["error"] is not None:
+            value = f"{row['value']:.{digits}f} ± {row['error']:.{digits}f}{unit}"
         lines.append([row["what"], f"{sign} {row['limit']:g}{unit}", value, reached, row["variant"] or "-", command])
     return table(["what", "target", "measured", "", "variant", "command"], lines)
 
@@ -168,26 +188,37 @@ def throughput(content: dict[str, Any]) -> str:
 
 
 def learning(content: dict[str, Any]) -> str:
-    """Loss after equal tokens and after equal seconds."""
+    """Loss after equal tokens and after equal seconds, and what model it is that of."""
     rows = content["learning"]
     if not rows:
         return "Not measured."
     rates = list(rows[0]["seconds"])
     head = ["variant", f"loss after {rows[0]['tokens']} tokens"]
     head += [f"after {figure(rows[0]['seconds'][rate])} s at {rate} Mbit/s" for rate in rates]
-    head += ["after all steps", "steps", "perplexity"]
+    head += ["after all steps", "steps", "averagings in it", "seeds", "perplexity"]
     lines = [
         [
             row["label"],
-            figure(row["loss_after_tokens"], 4),
-            *(figure(row["loss_after_seconds"].get(rate), 4) for rate in rates),
-            figure(row["last_loss"], 4),
+            with_error(row["loss_after_tokens"]),
+            *(with_error(row["loss_after_seconds"].get(rate)) for rate in rates),
+            with_error(row["last_loss"]),
             str(row["steps"]),
-            figure(math.exp(row["last_loss"]), 1),
+            _averagings(row),
+            str(row["last_loss"]["count"]),
+            figure(math.exp(row["last_loss"]["value"]), 1),
         ]
         for row in rows
     ]
-    return table(head, lines)
+    text = f"Evaluated: {content['evaluated']}; nothing is averaged for it that the run would not average."
+    if any(row["last_loss"]["count"] > 1 for row in rows):
+        text += " Means over the seeds, with their standard error."
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def _averagings(row: dict[str, Any]) -> str:
+    if row["num_averagings"] is None:
+        return "-"
+    return f"{row['num_averagings']}, delayed" if row["delayed"] else str(row["num_averagings"])
 
 
 def missing(content: dict[str, Any]) -> str:

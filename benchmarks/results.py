@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .records import Records
+from .records import EVALUATED, Records
 from .statistics import (
+    Mean,
     Spread,
     blocking_bound,
     blocks_of,
     bytes_of_round,
     first_reached,
     interpolate,
+    mean,
     ratios,
     ring_bound_bytes,
     select,
@@ -43,13 +45,63 @@ class Curve:
         tokens (`list[int]`):
             Of all ranks together.
         losses (`list[float]`):
-            In nats a token.
+            In nats a token, the mean over the runs.
+        seeds (`list[int]`):
+            Of each run.
+        runs (`list[list[float]]`):
+            Losses of each.
+        num_averagings (`int`, *optional*):
+            Rounds whose average was in the last model.
     """
 
     variant: str
     steps: list[int]
     tokens: list[int]
     losses: list[float]
+    seeds: list[int]
+    runs: list[list[float]]
+    num_averagings: int | None
+
+    def after(self, tokens: float) -> Mean | None:
+        """
+        Args:
+            tokens (`float`):
+                Of all ranks together.
+
+        Returns:
+            [`Mean`] or `None`: The loss there; `None` outside of the curve.
+        """
+        found = [interpolate(self.tokens, run, tokens) for run in self.runs]
+        return None if None in found else mean([loss for loss in found if loss is not None])
+
+    def last(self) -> Mean:
+        """The loss after all steps."""
+        return mean([run[-1] for run in self.runs])
+
+
+def curve_of(variant: str, records: Sequence[Mapping[str, Any]]) -> Curve:
+    """
+    Args:
+        variant (`str`):
+            Name.
+        records (`Sequence[Mapping[str, Any]]`):
+            Its runs, the newest last; of those that were evaluated after other steps none is taken, and of a seed the newest.
+
+    Returns:
+        [`Curve`]: Of all seeds.
+    """
+    newest = records[-1]
+    runs = {record["seed"]: record["losses"] for record in records if record["steps"] == newest["steps"]}
+    seeds = sorted(runs)
+    return Curve(
+        variant,
+        newest["steps"],
+        [step * newest["step_tokens"] for step in newest["steps"]],
+        [mean(losses).value for losses in zip(*runs.values(), strict=True)],
+        seeds,
+        [runs[seed] for seed in seeds],
+        newest["num_averagings"],
+    )
 
 
 class Results:
@@ -73,12 +125,10 @@ class Results:
         self.unavailable = {row["variant"]: row["reason"] for row in records.read("unavailable")}
         measured = {turn["variant"] for turn in self.turns}
         self.unavailable = {name: reason for name, reason in self.unavailable.items() if name not in measured}
-        self.curves = {
-            row["variant"]: Curve(
-                row["variant"], row["steps"], [step * row["step_tokens"] for step in row["steps"]], row["losses"]
-            )
-            for row in records.read("learning")
-        }
+        learned: dict[str, list[dict[str, Any]]] = {}
+        for row in records.learning_runs():
+            learned.setdefault(row["variant"], []).append(row)
+        self.curves = {name: curve_of(name, rows) for name, rows in learned.items()}
 
     @property
     def bound_bytes(self) -> float:
@@ -131,11 +181,6 @@ class Results:
         tokens = first_reached(curve.tokens, curve.losses, loss)
         return None if tokens is None else tokens / speed.median
 
-    def loss_after_tokens(self, variant: str, tokens: float) -> float | None:
-        """Loss of a variant after so many tokens of all ranks."""
-        curve = self.curves[variant]
-        return interpolate(curve.tokens, curve.losses, tokens)
-
     def rows(self, shape: str, rate: int) -> list[dict[str, Any]]:
         """The variants of one block with all figures, fit for JSON."""
         rows = []
@@ -172,6 +217,7 @@ class Results:
             "blocks": [
                 {"shape": shape, "rate": rate, "rows": self.rows(shape, rate)} for shape, rate in blocks_of(self.turns)
             ],
+            "evaluated": EVALUATED,
             "learning": learning_rows(self),
             "curves": [asdict(curve) for curve in self.curves.values()],
             "own_time": {way: _as_dict(spread(shares)) for way, shares in self.own_time.items()},
@@ -202,17 +248,19 @@ def learning_rows(results: Results) -> list[dict[str, Any]]:
         for rate in rates:
             speed, limit = results.speed("2x2", rate, name), seconds[rate]
             if speed is not None and limit is not None:
-                after_seconds[str(rate)] = results.loss_after_tokens(name, limit * speed.median)
+                after_seconds[str(rate)] = _as_dict(curve.after(limit * speed.median))
         rows.append(
             {
                 "variant": name,
                 "label": VARIANTS[name].label,
                 "tokens": tokens,
-                "loss_after_tokens": results.loss_after_tokens(name, tokens),
+                "loss_after_tokens": _as_dict(curve.after(tokens)),
                 "seconds": {str(rate): limit for rate, limit in seconds.items()},
                 "loss_after_seconds": after_seconds,
                 "steps": curve.steps[-1],
-                "last_loss": curve.losses[-1],
+                "last_loss": asdict(curve.last()),
+                "num_averagings": curve.num_averagings,
+                "delayed": VARIANTS[name].overlapped,
             }
         )
     return rows
@@ -228,7 +276,7 @@ def _common_seconds(results: Results, rate: int) -> float | None:
     return min(lengths, default=None)
 
 
-def _as_dict(values: Spread | None) -> dict[str, float] | None:
+def _as_dict(values: Spread | Mean | None) -> dict[str, float] | None:
     return None if values is None else asdict(values)
 
 

@@ -53,6 +53,38 @@ def spread(values: Iterable[float]) -> Spread | None:
     return Spread(median, low, high, len(ordered))
 
 
+@dataclass(frozen=True)
+class Mean:
+    """
+    A mean over runs with other seeds.
+
+    Args:
+        value (`float`):
+            Mean.
+        error (`float`, *optional*):
+            Its standard error; `None` of a single run, which tells nothing of it.
+        count (`int`):
+            How many runs.
+    """
+
+    value: float
+    error: float | None
+    count: int
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """
+    Args:
+        values (`Sequence[float]`):
+            At least one.
+
+    Returns:
+        [`Mean`]: With the standard error from the sample's standard deviation.
+    """
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return Mean(statistics.mean(values), error, len(values))
+
+
 def select(turns: Iterable[Mapping[str, Any]], shape: str, rate: int, variant: str) -> list[Mapping[str, Any]]:
     """
     Args:

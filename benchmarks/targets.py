@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .results import Results, best
-from .statistics import spread
+from .statistics import mean, spread
 from .variants import VARIANTS
 
 
@@ -15,8 +15,41 @@ OVERLAPPED = [name for name, variant in VARIANTS.items() if variant.overlapped]
 OURS = [name for name, variant in VARIANTS.items() if variant.kind == "ours"]
 FP32_OVERLAPPED = [name for name in OVERLAPPED if "wire_format" not in VARIANTS[name].settings]
 SLOW = 50
-Measured = tuple[float, str] | None
-"""A figure and how it came about; `None` where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """
+    A figure and how it came about.
+
+    Args:
+        value (`float`):
+            The figure.
+        how (`str`):
+            What it was formed of.
+        scatters (`bool`, defaults to `False`):
+            Whether it is another one with other seeds.
+        error (`float`, *optional*):
+            Then its standard error; `None` of a single run, which cannot say on which side of a limit it lies.
+    """
+
+    value: float
+    how: str
+    scatters: bool = False
+    error: float | None = None
+
+    def resolves(self, limit: float) -> bool:
+        """
+        Args:
+            limit (`float`):
+                Of a target.
+
+        Returns:
+            `bool`: Whether the figure is further from it than two standard errors.
+        """
+        if not self.scatters:
+            return True
+        return self.error is not None and abs(self.value - limit) > 2 * self.error
 
 
 @dataclass(frozen=True)
@@ -33,8 +66,8 @@ class Target:
             Whether it is a lower limit.
         unit (`str`):
             `"%"`, `"x"` or nothing.
-        measure (`Callable[[Results], Measured]`):
-            Finds the figure.
+        measure (`Callable[[Results], Measured | None]`):
+            Finds the figure; `None` where it was not measured.
         options (`str`):
             Of the command that measures it.
     """
@@ -43,61 +76,62 @@ class Target:
     limit: float
     at_least: bool
     unit: str
-    measure: Callable[[Results], Measured]
+    measure: Callable[[Results], Measured | None]
     options: str
 
     def row(self, results: Results) -> dict[str, Any]:
         """The target with its figure, fit for JSON."""
-        measured = self.measure(results)
-        value, how = measured if measured is not None else (None, "")
-        reached = None if value is None else (value >= self.limit if self.at_least else value <= self.limit)
+        found = self.measure(results)
+        value, resolvable = None if found is None else found.value, found is not None and found.resolves(self.limit)
+        reached = (value >= self.limit if self.at_least else value <= self.limit) if value is not None else None
         return {
             "what": self.what,
             "limit": self.limit,
             "at_least": self.at_least,
             "unit": self.unit,
             "value": value,
-            "variant": how,
-            "reached": reached,
+            "error": None if found is None else found.error,
+            "variant": "" if found is None else found.how,
+            "reached": reached if resolvable else None,
             "options": self.options,
         }
 
 
-def _share(rate: int, names: list[str]) -> Callable[[Results], Measured]:
-    def measure(results: Results) -> Measured:
+def _share(rate: int, names: list[str]) -> Callable[[Results], Measured | None]:
+    def measure(results: Results) -> Measured | None:
         name = best(results, "2x2", rate, names)
         share = None if name is None else results.share("2x2", rate, name)
-        return None if share is None or name is None else (100 * share.median, name)
+        return None if share is None or name is None else Measured(100 * share.median, name)
 
     return measure
 
 
-def _ratio(shape: str, other: str) -> Callable[[Results], Measured]:
-    def measure(results: Results) -> Measured:
+def _ratio(shape: str, other: str) -> Callable[[Results], Measured | None]:
+    def measure(results: Results) -> Measured | None:
         name = best(results, shape, SLOW, OURS)
         ratio = None if name is None else results.ratio(shape, SLOW, name, other)
-        return None if ratio is None or name is None else (ratio.median, f"{name} / {other}")
+        return None if ratio is None or name is None else Measured(ratio.median, f"{name} / {other}")
 
     return measure
 
 
-def _bytes(shape: str, name: str) -> Callable[[Results], Measured]:
-    def measure(results: Results) -> Measured:
+def _bytes(shape: str, name: str) -> Callable[[Results], Measured | None]:
+    def measure(results: Results) -> Measured | None:
         sent = results.link_bytes(shape, SLOW, name)
-        return None if sent is None else (sent / results.bound_bytes, f"{sent / 1e6:.2f} MB")
+        return None if sent is None else Measured(sent / results.bound_bytes, f"{sent / 1e6:.2f} MB")
 
     return measure
 
 
-def _blocking(name: str) -> Callable[[Results], Measured]:
-    def measure(results: Results) -> Measured:
+def _blocking(name: str) -> Callable[[Results], Measured | None]:
+    def measure(results: Results) -> Measured | None:
         value = results.blocking_efficiency("2x2", SLOW, name)
-        return None if value is None else (value, name)
+        return None if value is None else Measured(value, name)
 
     return measure
 
 
-def _time_to_loss(results: Results) -> Measured:
+def _time_to_loss(results: Results) -> Measured | None:
     baseline = results.curves.get("fsdp")
     speed = results.speed("2x2", SLOW, "fsdp")
     name = best(results, "2x2", SLOW, [name for name in OURS if name in results.curves])
@@ -106,25 +140,34 @@ def _time_to_loss(results: Results) -> Measured:
     ours = results.seconds_to_loss(SLOW, name, baseline.losses[-1])
     theirs = baseline.tokens[-1] / speed.median
     if ours is None:
-        return 0.0, f"{name} has not reached {baseline.losses[-1]:.3f}"
-    return theirs / ours, f"{name}: {ours:.0f} s, fsdp: {theirs:.0f} s to loss {baseline.losses[-1]:.3f}"
+        return Measured(0.0, f"{name} has not reached {baseline.losses[-1]:.3f}")
+    how = f"{name}: {ours:.0f} s, fsdp: {theirs:.0f} s to loss {baseline.losses[-1]:.3f}"
+    return Measured(theirs / ours, how)
 
 
-def _excess_loss(name: str) -> Callable[[Results], Measured]:
-    def measure(results: Results) -> Measured:
+def _excess_loss(name: str) -> Callable[[Results], Measured | None]:
+    def measure(results: Results) -> Measured | None:
         ours, reference = results.curves.get(name), results.curves.get("fp32")
         if ours is None or reference is None or ours.steps != reference.steps:
             return None
-        excess = 100 * (ours.losses[-1] / reference.losses[-1] - 1)
-        return excess, f"{ours.losses[-1]:.4f} / {reference.losses[-1]:.4f} after {ours.steps[-1]} steps"
+        # A seed stands for the first weights and the order of the data, which both share.
+        runs = dict(zip(ours.seeds, ours.runs, strict=True))
+        shared = {seed: run for seed, run in zip(reference.seeds, reference.runs, strict=True) if seed in runs}
+        if not shared:
+            return None
+        excess = mean([100 * (runs[seed][-1] / run[-1] - 1) for seed, run in shared.items()])
+        own, other = (mean([run[-1] for run in group]).value for group in ([runs[s] for s in shared], shared.values()))
+        seeds = "1 seed" if excess.count == 1 else f"{excess.count} seeds"
+        how = f"{own:.4f} / {other:.4f} after {ours.steps[-1]} steps, {seeds}"
+        return Measured(excess.value, how, scatters=True, error=excess.error)
 
     return measure
 
 
-def _own_time(way: str) -> Callable[[Results], Measured]:
-    def measure(results: Results) -> Measured:
+def _own_time(way: str) -> Callable[[Results], Measured | None]:
+    def measure(results: Results) -> Measured | None:
         shares = spread(results.own_time.get(way, ()))
-        return None if shares is None else (100 * shares.median, f"median of {shares.count} steps")
+        return None if shares is None else Measured(100 * shares.median, f"median of {shares.count} steps")
 
     return measure
 
@@ -182,20 +225,20 @@ TARGETS = (
     Target("int8, blocking: the same", 0.97, True, "", _blocking("int8"), _AT_50),
     Target("time to the loss at which FSDP2 ends, 50 Mbit/s: FSDP2 / FL+FSDP", 5, True, "x", _time_to_loss, _LEARNING),
     Target(
-        "int8, overlapped: evaluation loss above fp32, blocking, after equal steps",
+        "int8, overlapped: evaluation loss of the groups' mean model above fp32, blocking, after equal steps",
         0.2,
         False,
         "%",
         _excess_loss("int8_overlap"),
-        "--parts learning report",
+        "--parts learning report --learning_seeds 3",
     ),
     Target(
-        "int4, overlapped: evaluation loss above fp32, blocking, after equal steps",
+        "int4, overlapped: evaluation loss of the groups' mean model above fp32, blocking, after equal steps",
         0.5,
         False,
         "%",
         _excess_loss("int4_overlap"),
-        "--parts learning report",
+        "--parts learning report --learning_seeds 3",
     ),
     Target("own time inside a round, Trainer", 0.5, False, "%", _own_time("Trainer"), "--parts own_time report"),
     Target("own time inside a round, loop", 0.5, False, "%", _own_time("loop"), "--parts own_time report"),

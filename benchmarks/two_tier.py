@@ -60,6 +60,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="Length of a turn of DDP, FSDP2 and HSDP. Default: %(default)s.",
     )
     add("--learning_steps", type=int, default=128, help="Steps of FSDP2 in the learning part. Default: %(default)s.")
+    add(
+        "--learning_seeds",
+        type=int,
+        default=1,
+        help="Repetitions of the learning part, each with other weights and another order of the data. Differences "
+        "smaller than two standard errors decide nothing, and one run has none. Default: %(default)s.",
+    )
     add("--eval_every", type=int, default=16, help="Steps between two evaluations there. Default: %(default)s.")
     add("--plain", action="store_true", help="Without namespaces, root and slow link.")
     add("--list", action="store_true", help="List the variants and whether they are available, and end.")
@@ -82,7 +89,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = make_parser()
     args = parser.parse_args(words)
-    for name in ("rounds", "rounds_per_turn", "learning_steps", "eval_every"):
+    for name in ("rounds", "rounds_per_turn", "learning_steps", "learning_seeds", "eval_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is at least 1, got {getattr(args, name)}.")
     if args.turn_seconds <= 0:
@@ -201,12 +208,20 @@ class Benchmark:
                     self._run_world(self._job("turns", shape, blocks, network), network)
 
     def _learning(self) -> None:
-        done = {record["variant"] for record in self.records.read("learning")}
-        chosen = [name for name in self._variants("2x2", 0) if name in LEARNING and name not in done]
-        if not chosen:
+        done = {(record["seed"], record["variant"]) for record in self.records.learning_runs()}
+        chosen = [name for name in self._variants("2x2", 0) if name in LEARNING]
+        seeds = range(self.workload.seed, self.workload.seed + self.args.learning_seeds)
+        # Seed by seed: what a run that is broken off leaves can be compared.
+        runs = [
+            (seed, name, LEARNING[name] * self.args.learning_steps)
+            for seed in seeds
+            for name in chosen
+            if (seed, name) not in done
+        ]
+        if not runs:
             return
         job = self._job("learning", "2x2", {}, None)
-        job["learning_steps"] = {name: LEARNING[name] * self.args.learning_steps for name in chosen}
+        job["learning_runs"] = runs
         # No slow link: the loss after a step depends on none.
         self._run_world(job, None)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -57,6 +59,22 @@ class World:
         self.num_meetings = 0
         self._replicated: DeviceMesh | None = None
         self._flat: DeviceMesh | None = None
+
+    def with_seed(self, seed: int) -> World:
+        """
+        The same ranks and links for a run with other first weights and another order of the training data.
+
+        Args:
+            seed (`int`):
+                Of both.
+        """
+        if seed == self.workload.seed:
+            return self
+        world, train = copy.copy(self), self.blocks.train
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+        world.workload = replace(self.workload, seed=seed)
+        world.blocks = replace(self.blocks, train=train[order])
+        return world
 
     @property
     def flat(self) -> DeviceMesh:

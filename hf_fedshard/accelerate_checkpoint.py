@@ -11,17 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from .checkpoint import (
-    GroupState,
-    Place,
-    load_group_state,
-    load_model,
-    read_description,
-    save_federation,
-    together,
-)
+from .checkpoint import load_group_state, load_model, save_federation
 from .checkpoint_choice import check_whole, list_checkpoints
 from .checkpoint_folder import Staging, clean_up, rotate
+from .checkpoint_layout import read_description
+from .checkpoint_state import GroupState, Place
 from .manifest import CheckpointError, has_manifest
 from .model_files import gather_adapters, write_model_files
 from .outer_checkpoint import resume_outer_state, take_outer_state
@@ -30,6 +24,7 @@ from .rank_state import load_rank_state, save_rank_state
 from .reshape import describe_reshape
 from .rounds import Rounds
 from .seams import Patches, check_seam
+from .shared_errors import together
 
 
 logger = logging.getLogger(__name__)

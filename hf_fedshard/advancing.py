@@ -61,6 +61,14 @@ class AdvancingRounds(RoundCounter):
                 self._next_round()
         return border
 
+    @property
+    def has_to_advance(self) -> bool:
+        """Whether [`~AdvancingRounds.advance`] has an outcome to take in or an averaging to start: the same on all ranks."""
+        if self.overlap is None or self.synchronous:
+            return False
+        starts = self.overlap.fragment_due(self.steps, self.course.period) is not None
+        return starts or self.overlap.is_due(self.course.num_steps)
+
     def _turn(self) -> frozenset[str] | None:
         """
         Names of the parameters of which the outer optimizer makes a step if the round ends now; by default all. Each makes one
@@ -106,7 +114,7 @@ class AdvancingRounds(RoundCounter):
         overlap = self.overlap
         if overlap is None:
             return [], False
-        untouched = self.steps == 0 and self.num_optimizer_steps == 0 and len(overlap.fragments) == 1
+        untouched = self.untouched and len(overlap.fragments) == 1
         is_border = untouched and overlap.in_flight
         borders = []
         while overlap.in_flight:

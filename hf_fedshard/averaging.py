@@ -1,31 +1,33 @@
-"""What an averaging of a whole model consists of: its parameters, its buffers, and what they tell."""
+"""
+The averaging of a whole model over the groups: its parameters, its buffers, the inner optimizers' moments, the outer step.
+
+What takes part in it says [`TrainedParameters`]; [`AveragedTensors`] collects it.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from .averaged_tensors import AveragedTensors
 from .config import FederationConfig
-from .counters import can_average, counters_of, exchange_counts, settle_counters
-from .exchange import ExchangePlan, average_replicated, plan_exchange, run_exchange
+from .exchange import average_replicated, run_exchange
 from .held import Held
-from .lora import product_pairs
+from .inner_moments import InnerMoments
 from .lora_products import average_products
 from .lossy_exchange import RoundStart, run_lossy_exchange
 from .mesh import Peers
 from .metrics import exchange_rows
-from .moments import moments_of, reset_moments
 from .outcome import Exchanged, Outcome
 from .outer import OuterLoop
 from .residuals import Residuals
 from .selection import Selection
-from .shards import accumulation_dtype, all_finite, local_shards, persistent_buffers, reshard, unmanaged_parameters
+from .shards import reshard
 from .slow_tier import SlowTier
+from .trained_parameters import TrainedParameters
 
 
 logger = logging.getLogger(__name__)
@@ -56,15 +58,17 @@ class ModelAverager:
         self.model = model
         self.mesh = mesh
         self.config = config
-        self.optimizers = optimizers
         self.selection = Selection(config)
         self.outer = OuterLoop(config)
         self.residuals = Residuals(self.outer.memory)
-        self._trained: set[str] = set()
-        self._plans: dict[str, tuple[object, ExchangePlan]] = {}
-        self._adapters = product_pairs(model, self.selection) if config.lora_average == "product" else []
-        # A constant such as a causal mask of -inf is no sign of trouble.
-        self.checked_buffers = [name for name, buffer in persistent_buffers(model).items() if all_finite([buffer])]
+        if config.offload_outer_state and not self.outer.keeps_anchors and mesh.layout.num_groups > 1 and mesh.is_main:
+            logger.warning(
+                "offload_outer_state=True has nothing to move: plain averaging in fp32 without proximal_mu holds nothing between "
+                "borders."
+            )
+        self.trained = TrainedParameters(model, mesh, self.selection)
+        self.moments = InnerMoments(model, mesh, config, optimizers, self.selection)
+        self.tensors = AveragedTensors(model, mesh, config, self.trained, self.moments, self.outer)
         self.restart()
 
     def restart(self, trained_before: Iterable[str] = ()) -> None:
@@ -76,10 +80,10 @@ class ModelAverager:
                 Names of parameters that have trained earlier in a round that is resumed.
         """
         reshard(self.model)
-        self.note_trainable(trained_before)
+        self.trained.note_trainable(trained_before)
         self.residuals.reset()
         if self.mesh.layout.num_groups > 1:
-            self.outer.restart(self.averaged_shards())
+            self.outer.restart(self.trained.averaged_shards())
 
     def wait(self) -> None:
         """
@@ -90,62 +94,6 @@ class ModelAverager:
         """
         if isinstance(self.mesh, SlowTier):
             self.mesh.worker.wait()
-
-    @property
-    def trained(self) -> list[str]:
-        """Names of the parameters that train, or have since the last border."""
-        return sorted(self._trained)
-
-    def note_trainable(self, before: Iterable[str] = ()) -> None:
-        """
-        Remembers what trains: a layer that is frozen inside a round differs between the groups all the same, and is averaged
-        once more.
-
-        Args:
-            before (`Iterable[str]`, *optional*):
-                What has trained earlier in a round that is resumed.
-        """
-        self._trained |= {name for name, param in self.model.named_parameters() if param.requires_grad}
-        self._trained |= set(before)
-
-    def local_names(self) -> set[str]:
-        """Names of the parameters and persistent buffers of which each group has its own."""
-        names = {*self._trained, *persistent_buffers(self.model)}
-        return {name for name in names if self.selection.is_local(name)}
-
-    def collect(self) -> Held:
-        """
-        Gathers what this rank brings to a border, without communication.
-
-        Returns:
-            [`Held`]: Everything that trains or has trained, the buffers, and the plans; these are kept from border to
-            border, and made anew where parameters were unfrozen.
-        """
-        reshard(self.model)
-        self.note_trainable()
-        shards = self.averaged_shards()
-        means = self.outer.means(shards)
-        moments, problems = self._moments(shards)
-        problems += self.strays()
-        buffers = persistent_buffers(self.model)
-        pairs = self._pairs(shards)
-        paired = {name for pair in pairs for name in pair}
-        plans = self.parameter_plans({n: t for n, t in means.items() if n not in paired})
-        if moments:
-            # They have no anchor to be a difference to. bfloat16 has fp32's range: a second moment cannot vanish in it.
-            wire_format = "fp32" if self.config.wire_format == "fp32" else "bf16"
-            plans["moments"] = self.plan("moments", moments, wire_format)
-        if pairs:
-            groups = self.mesh.layout.num_groups
-            tables = {
-                name: torch.empty((groups, *shards[name].shape), dtype=shards[name].dtype, device="meta")
-                for pair in pairs
-                for name in pair
-            }
-            plans["adapters"] = self.plan("adapters", tables)
-        finite = all_finite([*shards.values(), *moments.values(), *self.checked_besides(shards, buffers)])
-        dtypes = {name: shard.dtype for name, shard in shards.items()}
-        return Held(shards, dtypes, means, moments, buffers, plans, finite, problems, self.copies(shards))
 
     def average(
         self,
@@ -166,7 +114,7 @@ class ModelAverager:
 
         Args:
             held ([`Held`]):
-                From [`~ModelAverager.collect`], on all ranks for the same parameters.
+                From [`AveragedTensors.collect`], on all ranks for the same parameters.
             weights (`Sequence[float]`):
                 Of each group, the same on all ranks; 0 for those that are left out.
             excluded (`tuple[int, ...]`):
@@ -219,7 +167,7 @@ class ModelAverager:
         weight, total = weights[self.mesh.group_index], sum(weights)
         lora_error = None
         with torch.no_grad():
-            pairs = self._pairs(held.shards)
+            pairs = self.tensors.pairs(held.shards)
             paired = {name for pair in pairs for name in pair}
             plain = {name: mean for name, mean in held.means.items() if name not in paired}
             row = self._average_parameters(held, plain, weight, total)
@@ -228,7 +176,7 @@ class ModelAverager:
                 row = {"drift": row["drift"] + drift, "norm": row["norm"] + norm}
             with_moments = with_moments and bool(held.moments)
             if with_moments:
-                with_moments = self._average_moments(held, weights)
+                with_moments = self.moments.average(held, weights)
             self._average_buffers(held, weight, total)
         stepped = {name: mean for name, mean in held.means.items() if step and (turn is None or name in turn)}
         row["pseudo_gradient"] = self.outer.form_pseudo_gradients(stepped, held.dtypes, held.copies)
@@ -276,7 +224,7 @@ class ModelAverager:
             rate = self.outer.step(held.means, held.shards, found.pseudo_gradient_norm, last, found.turn)
         else:
             rate = self.outer.take(held.means, held.shards)
-        self._settle_moments(excluded, found.with_moments, names)
+        self.moments.settle(excluded, found.with_moments, names)
         norm = None if rate is None else found.pseudo_gradient_norm
         return Outcome(found.drift, found.weights, found.with_moments, norm, rate, found.lora_error)
 
@@ -290,7 +238,7 @@ class ModelAverager:
 
         Args:
             held ([`Held`]):
-                From [`~ModelAverager.collect`].
+                From [`AveragedTensors.collect`].
             excluded (`tuple[int, ...]`, *optional*):
                 Groups whose buffers, moments or local layers are not finite: they take the average of the others' buffers.
 
@@ -312,7 +260,7 @@ class ModelAverager:
         """Forms the averages in `means`; this rank's part in their drift and norm."""
         device, plan = self.mesh.device, held.plans["parameters"]
         if plan.codec is None:
-            reports = [run_exchange(plan, means, device, weight, total)]
+            reports = [run_exchange(plan, means, device, weight, total, held.copies)]
         else:
             # Lossy formats carry differences. What has no anchor yet is sent as it is, and gets one at this border.
             first = held.plans["newcomers"].names() if "newcomers" in held.plans else frozenset()
@@ -320,27 +268,22 @@ class ModelAverager:
             known = {name: mean for name, mean in means.items() if name not in first}
             start = RoundStart(self.outer.anchors, held.dtypes)
             residuals = self.residuals.of(plan, device, self.outer.anchors)
-            reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals)]
+            reports = [run_lossy_exchange(plan, known, device, weight, total, start, residuals, held.copies)]
             if newcomers:
-                reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total))
+                reports.append(run_exchange(held.plans["newcomers"], newcomers, device, weight, total, held.copies))
         return {
             "drift": sum(report.squared_drift.item() for report in reports),
             "norm": sum(report.squared_norm.item() for report in reports),
         }
-
-    def has_frozen(self) -> bool:
-        """Whether something that is averaged has been frozen since the last border."""
-        training = {name for name, param in self.model.named_parameters() if param.requires_grad}
-        return any(not self.selection.is_local(name) for name in self._trained - training)
 
     def leave_out_frozen(self) -> None:
         """
         At a border: what was frozen before is one model in all groups now, stays as it is and travels no more. Local
         layers remain each group's own.
         """
-        training = {name for name, param in self.model.named_parameters() if param.requires_grad}
-        self._trained &= training | {name for name in self._trained if self.selection.is_local(name)}
-        self.outer.forget([name for name in self.outer.anchors if name not in self._trained])
+        self.trained.drop_frozen()
+        trained = set(self.trained.names)
+        self.outer.forget([name for name in self.outer.anchors if name not in trained])
 
     def _average_buffers(self, held: Held, weight: float, total: float) -> None:
         local = {name: buffer for name, buffer in held.buffers.items() if self.selection.is_local(name)}
@@ -348,155 +291,10 @@ class ModelAverager:
         average_replicated(shared, self.mesh, weight, total)
         average_replicated(local, self.mesh, weight, total, in_group=True)
 
-    def _shards(self) -> dict[str, torch.Tensor]:
-        return local_shards(self.model, plain=self.mesh.in_process)
-
-    def checked_besides(
-        self, shards: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """
-        What must be finite besides the averaged parameters: the group's own, and buffers that were when training began.
-
-        Args:
-            shards (`Mapping[str, torch.Tensor]`):
-                From [`~ModelAverager.averaged_shards`].
-            buffers (`Mapping[str, torch.Tensor]`):
-                The persistent buffers.
-        """
-        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
-        return [*local, *(buffers[name] for name in self.checked_buffers)]
-
-    def averaged_shards(self) -> dict[str, torch.Tensor]:
-        """This rank's shards of what is averaged, aliasing the parameters, in the model's order. Reshard first."""
-        return {
-            name: shard
-            for name, shard in self._shards().items()
-            if name in self._trained and self.selection.is_averaged(name)
-        }
-
-    def _moments(self, shards: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
-        if self.config.inner_moments != "average":
-            return {}, []
-        names = {id(param): name for name, param in self.model.named_parameters() if name in shards}
-        found, refused = moments_of(self.optimizers, names)
-        return found, [
-            f"inner_moments='average' cannot average {what}. Use 'keep' or 'reset'." for what in refused[:1]
-        ]
-
-    def strays(self) -> list[str]:
-        """What has come to train after the start and cannot be averaged, in words."""
-        unmanaged = [] if self.mesh.in_process else unmanaged_parameters(self.model)
-        problems = [
-            "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
-            f"are reduced nowhere: {', '.join(unmanaged)}. Add them before `prepare`."
-        ]
-        stray = [n for n in self._trained if not self.selection.is_averaged(n) and not self.selection.is_local(n)]
-        return (problems if unmanaged else []) + [
-            f"{name} was unfrozen, but is neither averaged nor local: see include_parameters and local_parameters."
-            for name in sorted(stray)[:1]
-        ]
-
-    def parameter_plans(self, means: Mapping[str, torch.Tensor], part: str = "parameters") -> dict[str, ExchangePlan]:
-        """
-        The plans of parameters, `"parameters"` and, under a lossy format, `"newcomers"` that have no anchor yet.
-
-        Args:
-            means (`Mapping[str, torch.Tensor]`):
-                What is averaged, this rank's shards.
-            part (`str`, defaults to `"parameters"`):
-                Of which part of the model.
-        """
-        wire_format, anchors = self.config.wire_format, self.outer.anchors
-        newcomers = {} if wire_format == "fp32" else {n: mean for n, mean in means.items() if n not in anchors}
-        known = {name: mean for name, mean in means.items() if name not in newcomers}
-        plans = {"parameters": self.plan(part, known, wire_format)}
-        if newcomers:
-            plans["newcomers"] = self.plan(f"newcomers of {part}", newcomers)
-        return plans
-
-    def plan(self, part: str, tensors: Mapping[str, torch.Tensor], wire_format: str = "fp32") -> ExchangePlan:
-        """
-        The plan of an exchange, kept for as long as names and sizes stay.
-
-        Args:
-            part (`str`):
-                What is exchanged.
-            tensors (`Mapping[str, torch.Tensor]`):
-                This rank's.
-            wire_format (`str`, defaults to `"fp32"`):
-                How they cross.
-        """
-        # Of what the buckets depend on: a snapshot of parameters in bfloat16, which is fp32, has their plan.
-        names = tuple((name, tensor.numel(), accumulation_dtype(tensor.dtype)) for name, tensor in tensors.items())
-        if part not in self._plans or self._plans[part][0] != names:
-            plan = plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes, wire_format)
-            self._plans[part] = (names, plan)
-        return self._plans[part][1]
-
-    def _average_moments(self, held: Held, weights: Sequence[float]) -> bool:
-        """Whether they could be: all ranks have exchanged their counters, and answer alike."""
-        averaged = {id(param) for name, param in self.model.named_parameters() if name in held.shards}
-        counters = counters_of(self.optimizers, lambda param: id(param) in averaged)
-        counts = exchange_counts(counters, self.mesh)
-        if not can_average(counters, counts):
-            if self.mesh.is_main:
-                logger.warning(
-                    "The optimizers of the federation groups have made different numbers of steps, skipped by a gradient "
-                    "scaler, say. It is not known how far their moments have grown by then (it is of Adam, AdamW and "
-                    "RAdam), and they were not averaged this time."
-                )
-            return False
-        weight, total = weights[self.mesh.group_index], sum(weights)
-        run = run_lossy_exchange if held.plans["moments"].codec else run_exchange
-        run(held.plans["moments"], held.moments, self.mesh.device, weight, total)
-        settle_counters(counters, counts, weights)
-        return True
-
-    def _pairs(self, shards: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-        """Adapters of which both factors train: where one is frozen, the mean of the other is that of the products."""
-        return [pair for pair in self._adapters if all(name in shards for name in pair)]
-
     def _average_adapters(self, held: Held, weights: Sequence[float]) -> tuple[float, float, float]:
         def gather(tables: Mapping[str, torch.Tensor]) -> None:
             run_exchange(held.plans["adapters"], tables, self.mesh.device, 1.0, 1.0)
 
         parameters = dict(self.model.named_parameters())
-        return average_products(self._pairs(held.shards), held.shards, parameters, gather, weights, self.mesh)
-
-    def copies(self, names: Iterable[str]) -> dict[str, int]:
-        """
-        How many ranks of a group hold each element of a parameter, its replicas and axes that do not shard it, where the
-        outer step has a norm. To be asked while the model is resharded.
-
-        Args:
-            names (`Iterable[str]`):
-                Of parameters.
-        """
-        found: dict[str, int] = {}
-        for name in names if self.outer.optimizer is not None else ():
-            param = self.model.get_parameter(name)
-            found[name] = 1
-            if isinstance(param, DTensor):
-                sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
-                sharded = math.prod(size for size, placement in sizes if not placement.is_replicate())
-                found[name] = self.mesh.group.size() // sharded
-        return found
-
-    def _settle_moments(self, excluded: tuple[int, ...], averaged: bool, names: Collection[str] | None = None) -> None:
-        if excluded and self.mesh.is_main:
-            logger.warning(
-                "The parameters of federation group %s were not finite. It was left out of the average, has taken the "
-                "average of the others, and starts with %s optimizer moments.",
-                ", ".join(map(str, excluded)),
-                "averaged" if averaged else "fresh",
-            )
-        left_out = self.mesh.group_index in excluded and not averaged
-        if not left_out and self.config.inner_moments != "reset":
-            return
-        chosen = {
-            id(param)
-            for name, param in self.model.named_parameters()
-            if (left_out or self.selection.is_averaged(name)) and (names is None or name in names)
-        }
-        for optimizer in self.optimizers:
-            reset_moments(optimizer, lambda param: id(param) in chosen)
+        pairs = self.tensors.pairs(held.shards)
+        return average_products(pairs, held.shards, parameters, gather, weights, self.mesh, held.copies)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +10,15 @@ from accelerate import Accelerator
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
-from .checkpoint import Place
+from .checkpoint_state import Place
 from .config import FederationConfig
-from .group_ops import ACCELERATOR_SEAMS, GroupOps, keep_in_group
+from .group_ops import ACCELERATOR_SEAMS, BoundAccelerator, GroupOps
 from .group_steps import STEP_SEAMS, GroupSteps
 from .outer_checkpoint import resume_outer_state
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .session import TrainingSession
-from .subclass_logs import adds_to_logs, average_over_ranks
+from .subclass_logs import SubclassLogs
 from .trainer_checkpoint import TrainerCheckpoints
 from .trainer_preemption import TrainerPreemption
 
@@ -42,22 +41,6 @@ SEAMS = (
     (Accelerator, ACCELERATOR_SEAMS),
     (CallbackHandler, HANDLER_SEAMS),
 )
-
-
-def trainer_under_construction() -> Trainer | None:
-    """
-    The Trainer whose constructor is running: `on_init_end` tells a callback everything but its Trainer.
-
-    Returns:
-        `Trainer` or `None`: The innermost one on the call stack.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Trainer) and frame.f_code.co_name == "__init__":
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def check_seams() -> None:
@@ -104,14 +87,13 @@ class TrainerBinding:
         )
         self.preemption: TrainerPreemption | None = None
         if trainer.args.enable_jit_checkpoint:
-            self.preemption = TrainerPreemption(trainer, self.checkpoints, config)
+            self.preemption = TrainerPreemption(self.checkpoints.run)
         self._patches = Patches()
-        self._accelerator_patches: Patches | None = None
-        self._bound_accelerator: Accelerator | None = None
         self._saving_checkpoint = False
-        self._given_logs: frozenset[str] | None = None
-        self._all_ranks_log = False
+        self._logs = SubclassLogs(trainer)
         self.steps = GroupSteps(trainer, parallelism, self._count_tokens)
+        ops = GroupOps(parallelism.mesh.group, parallelism.federation_layout.num_groups)
+        self._accelerator = BoundAccelerator(ops, self._inside)
 
     def install(self, before_train: Callable[[], None], after_train: Callable[[], None]) -> None:
         """
@@ -137,30 +119,16 @@ class TrainerBinding:
         for name in ("evaluate", "predict"):
             replace(trainer, name, self._at_border)
         replace(trainer, "_save_checkpoint", self._save_checkpoint)
-        self._bind_accelerator()
+        self._accelerator.follow(self.trainer.accelerator)
 
     def remove(self) -> None:
         """Puts every method back."""
-        self._release_accelerator()
+        self._accelerator.release()
         self._patches.undo()
         self.steps.remove()
         if self.preemption is not None:
             self.preemption.remove()
         self.checkpoints.remove()
-
-    def _bind_accelerator(self) -> None:
-        """Follows the Trainer to a new accelerator: hyper-parameter search makes one for each trial."""
-        accelerator = self.trainer.accelerator
-        if accelerator is not self._bound_accelerator:
-            self._release_accelerator()
-            ops = GroupOps(self.parallelism.mesh.group, self.parallelism.federation_layout.num_groups)
-            self._accelerator_patches = keep_in_group(accelerator, ops, self._inside)
-            self._bound_accelerator = accelerator
-
-    def _release_accelerator(self) -> None:
-        if self._accelerator_patches is not None:
-            self._accelerator_patches.undo()
-        self._accelerator_patches = self._bound_accelerator = None
 
     def _inside(self) -> bool:
         if self.session is None:
@@ -182,34 +150,31 @@ class TrainerBinding:
     def _begin_session(self) -> None:
         # `auto_find_batch_size` begins again inside one `train()`.
         self._end_session()
-        self._bind_accelerator()
+        self._accelerator.follow(self.trainer.accelerator)
         if self.preemption is not None:
             self.preemption.begin()
-        inside = self.checkpoints.inside
-        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, inside)
+        run = self.checkpoints.run
+        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, run.inside)
         self.session.rounds.unique_share = self.steps.unique_share
-        if inside is None:
-            self.session.resume(self.checkpoints.progress)
-        averager = self.checkpoints.averager = self.session.rounds.averager
-        if self.checkpoints.resumed_from is not None:
-            resume_outer_state(self.checkpoints.resumed_from, averager, self.checkpoints.place)
+        if run.inside is None:
+            self.session.resume(run.progress)
+        averager = run.averager = self.session.rounds.averager
+        if run.resumed_from is not None:
+            resume_outer_state(run.resumed_from, averager, run.place)
 
     def _end_session(self) -> None:
         if self.session is not None:
             self.session.end()
-            self.session = self.checkpoints.averager = None
+            self.session = self.checkpoints.run.averager = None
 
     def _count_tokens(self, batches: list[Any]) -> None:
         if self.session is not None:
-            self.session.count_tokens(batches)
+            self.session.counts.add(batches)
 
     def _call_event(self, original: Method) -> Method:
         def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            if event == "on_log" and self._given_logs is not None:
-                averaged = average_over_ranks(kwargs["logs"], self._given_logs)
-                # Trainer has a copy in its history already.
-                for logs in (kwargs["logs"], state.log_history[-1]):
-                    logs.update(averaged)
+            if event == "on_log":
+                self._logs.average(kwargs["logs"], state.log_history)
             if self.session is not None:
                 self.session.before_event(event)
             control = original(event, args, state, control, **kwargs)
@@ -225,12 +190,8 @@ class TrainerBinding:
 
     def _maybe_log_save_evaluate(self, original: Method) -> Method:
         def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:
-            # A log from here is one of all ranks; inside a round there is none.
-            self._all_ranks_log = self.session is not None and not self.session.in_round
-            try:
+            with self._logs.of_all_ranks(self.session is not None and not self.session.in_round):
                 result = original(*args, **kwargs)
-            finally:
-                self._all_ranks_log = False
             if self.session is not None:
                 self.session.after_border(self.trainer.control)
             return result
@@ -240,13 +201,9 @@ class TrainerBinding:
     def _log(self, original: Method) -> Method:
         def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.session is not None:
-                logs.update(self.session.take_pending_logs())
-            if self._all_ranks_log and adds_to_logs(self.trainer):
-                self._given_logs = frozenset(logs)
-            try:
+                logs.update(self.session.reports.take_pending_logs())
+            with self._logs.added_to(logs):
                 return original(logs, *args, **kwargs)
-            finally:
-                self._given_logs = None
 
         return log
 
@@ -266,7 +223,7 @@ class TrainerBinding:
             try:
                 with self._border():
                     if self.session is not None:
-                        self.checkpoints.progress = self.session.rounds.state_dict()
+                        self.checkpoints.run.progress = self.session.rounds.state_dict()
                     return original(*args, **kwargs)
             finally:
                 self._saving_checkpoint = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from transformers.utils import logging
 
 from . import cpu, environment
 from .agreement import agree_on_launch
-from .binding import TrainerBinding, check_seams, trainer_under_construction
-from .checkpoint import Place
+from .binding import TrainerBinding, check_seams
+from .checkpoint_state import Place
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .measured_periods import describe
@@ -82,7 +83,7 @@ class FedAvgCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Binds to the Trainer whose constructor is running."""
-        trainer = trainer_under_construction()
+        trainer = _trainer_under_construction()
         if trainer is None:
             raise RuntimeError(
                 "FedAvgCallback found no Trainer constructor on the stack; call `callback.bind(trainer)`."
@@ -127,7 +128,7 @@ class FedAvgCallback(TrainerCallback):
             self._checkpoints = TrainerCheckpoints(trainer, Place(layout, 0, world), self.config)
             self._checkpoints.install()
             if trainer.args.enable_jit_checkpoint:
-                self._preemption = TrainerPreemption(trainer, self._checkpoints, self.config)
+                self._preemption = TrainerPreemption(self._checkpoints.run)
                 self._preemption.install()
             return
         check_seams()
@@ -152,7 +153,7 @@ class FedAvgCallback(TrainerCallback):
     def last_round(self) -> RoundMetrics | None:
         """Metrics of the last round of the training that is running; `None` before its first border and after it."""
         session = None if self._binding is None else self._binding.session
-        return None if session is None else session.last_round
+        return None if session is None else session.reports.last_round
 
     def _load_callback_state(self, original: Callable[[], None]) -> Callable[[], None]:
         """A callback that keeps state of its own (`ExportableState`) is built anew by Trainer, and would be bound to nothing."""
@@ -208,3 +209,14 @@ class FedAvgCallback(TrainerCallback):
             self._checkpoints.remove()
         self._bound_to = self._binding = self._parallelism = self._checkpoints = self._preemption = None
         self._stock = {}
+
+
+def _trainer_under_construction() -> Trainer | None:
+    """The innermost Trainer whose constructor is running: `on_init_end` tells a callback everything but its Trainer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer) and frame.f_code.co_name == "__init__":
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

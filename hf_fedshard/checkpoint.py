@@ -1,10 +1,8 @@
-"""What a federated checkpoint holds: the averaged weights once, each group's optimizer, schedule and scaler."""
+"""Writes and reads a federated checkpoint: the averaged weights once, each group's optimizer, schedule and scaler."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,116 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .layout import FederationLayout
-from .manifest import FEDERATION_FOLDER, CheckpointError, read_json, write_json
+from .checkpoint_layout import (
+    DESCRIPTION_NAME,
+    FORMAT,
+    LOCAL_PREFIX,
+    MODEL_FOLDER,
+    OUTER_FOLDER,
+    RESIDUAL_PREFIX,
+    group_folder,
+    read_description,
+)
+from .checkpoint_state import GroupState, OuterState, Place
+from .manifest import CheckpointError, read_json, write_json
 from .optimizer_state import parameter_names, put_optimizer_state, take_optimizer_state
 from .reshape import nearest_group
 from .selection import plain_name
 from .shards import persistent_buffers, reshard
+from .shared_errors import together
 from .state_values import decode, encode
 from .tensor_store import load_tensors, save_tensors, stored_tensors
 from .versions import versions
-
-
-logger = logging.getLogger(__name__)
-
-FORMAT = 1
-DESCRIPTION_NAME = f"{FEDERATION_FOLDER}/federation.json"
-MODEL_FOLDER = f"{FEDERATION_FOLDER}/model"
-OUTER_FOLDER = f"{FEDERATION_FOLDER}/outer"
-LOCAL_PREFIX = "local/"
-RESIDUAL_PREFIX = "residual/"
-
-
-@dataclass(frozen=True)
-class Place:
-    """
-    Where this rank stands in the federation that saves or resumes.
-
-    Args:
-        layout ([`FederationLayout`]):
-            Its sizes.
-        group_index (`int`):
-            g, this rank's group.
-        group (`ProcessGroup`):
-            The ranks of the group.
-    """
-
-    layout: FederationLayout
-    group_index: int
-    group: dist.ProcessGroup
-
-
-@dataclass
-class GroupState:
-    """
-    What belongs to one group alone.
-
-    Args:
-        optimizers (`Sequence[torch.optim.Optimizer]`):
-            The inner optimizers.
-        others (`Mapping[str, Any]`):
-            Objects with `state_dict` and `load_state_dict`, by name: schedules, the gradient scaler.
-    """
-
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-    others: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class OuterState:
-    """
-    What belongs to the outer loop, which all groups hold alike, and what each group keeps of the model.
-
-    Args:
-        tensors (`Mapping[str, torch.Tensor]`):
-            Moments of the outer optimizer, and anchors that are not the weights themselves (inside a round all of them);
-            sharded as the parameters.
-        description (`Mapping[str, Any]`):
-            Its settings and where it stands, for JSON.
-        local (`frozenset[str]`):
-            Names of the tensors of the model of which each group has its own.
-        residuals (`Mapping[str, torch.Tensor]`):
-            What this group still owes the others under a lossy wire format, sharded as the parameters.
-    """
-
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    description: Mapping[str, Any] = field(default_factory=dict)
-    local: frozenset[str] = frozenset()
-    residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-def together(what: str, error: BaseException | None, group: dist.ProcessGroup | None = None) -> None:
-    """
-    Makes an error of one rank an error of all. Collective over the group; every rank calls it, whether it failed or not,
-    so none is left waiting for one that has gone.
-
-    Args:
-        what (`str`):
-            What was being done, for the message.
-        error (`BaseException`, *optional*):
-            What went wrong on this rank.
-        group (`ProcessGroup`, *optional*):
-            The ranks; `None` for the world.
-
-    Raises:
-        CheckpointError: On every rank, if anything went wrong on any.
-    """
-    ranks_of_group = dist.get_process_group_ranks(group)
-    everyone: list[Any] = [None] * len(ranks_of_group)
-    dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}", group=group)
-    failed: dict[str, list[int]] = {}
-    for rank, message in zip(ranks_of_group, everyone, strict=True):
-        if message is not None:
-            # What was found together before says so already.
-            message = message.removeprefix("CheckpointError: ").removeprefix(f"{what} failed. ")
-            failed.setdefault(message, []).append(rank)
-    if failed:
-        reasons = [
-            message if len(ranks) == len(everyone) else f"On rank {', '.join(map(str, ranks))}: {message}"
-            for message, ranks in failed.items()
-        ]
-        raise CheckpointError(f"{what} failed. " + "\n".join(reasons)) from error
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -220,26 +128,6 @@ def save_federation(
     return written
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """
-    What a checkpoint says about the federation that wrote it.
-
-    Args:
-        folder (`Path`):
-            The checkpoint.
-
-    Raises:
-        CheckpointError: If it holds none, or one of a later version of this package.
-    """
-    description: dict[str, Any] = read_json(folder / DESCRIPTION_NAME)
-    if description.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has the format {description.get('format')}, and this version of hf_fedshard reads {FORMAT}. "
-            "Install the version that wrote it."
-        )
-    return description
-
-
 def load_model(
     folder: Path, model: nn.Module, place: Place, is_local: Callable[[str], bool] = lambda name: True
 ) -> None:
@@ -318,17 +206,6 @@ def load_group_state(folder: Path, model: nn.Module, state: GroupState, place: P
         put_optimizer_state(optimizer, names, values["optimizers"][index], folders, prefix=f"{index}/")
     for name, value in values["others"].items():
         state.others[name].load_state_dict(decode(value))
-
-
-def group_folder(index: int) -> str:
-    """
-    Where a group's state lies in a checkpoint.
-
-    Args:
-        index (`int`):
-            The group.
-    """
-    return f"{FEDERATION_FOLDER}/group_{index:05d}"
 
 
 def _take(model: nn.Module, state: GroupState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

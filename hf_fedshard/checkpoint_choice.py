@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .checkpoint import DESCRIPTION_NAME
+from .checkpoint_layout import DESCRIPTION_NAME
 from .manifest import MANIFEST_NAME, CheckpointError, find_damage, has_manifest
 from .parts import PART, kind_of
 

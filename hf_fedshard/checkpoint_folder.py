@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .checkpoint import together
 from .checkpoint_choice import list_checkpoints, number_of
 from .manifest import MANIFEST_NAME, CheckpointError, find_damage, has_manifest, write_manifest
 from .parts import complete, is_undamaged
+from .shared_errors import together
 
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,6 +18,40 @@ from .outcome import Outcome
 logger = logging.getLogger(__name__)
 
 Rows = Mapping[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """
+    What a rank puts to the others beside a round: it travels in the row of the round, under names of its own.
+
+    Args:
+        votes (`Mapping[str, bool]`):
+            Requests, under the same names on all ranks.
+        sums (`Mapping[str, float]`):
+            Numbers to be summed over all ranks, likewise.
+    """
+
+    votes: Mapping[str, bool] = field(default_factory=dict)
+    sums: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, float]:
+        """What this rank adds to its row."""
+        votes = {f"vote/{name}": float(cast) for name, cast in self.votes.items()}
+        return votes | {f"sum/{name}": value for name, value in self.sums.items()}
+
+    def answers(self, rows: Rows) -> tuple[dict[str, bool], dict[str, float]]:
+        """
+        Args:
+            rows (`Mapping[str, list[float]]`):
+                Of all groups.
+
+        Returns:
+            `tuple[dict[str, bool], dict[str, float]]`: For each vote whether any rank of any group has cast it, and for each
+            number its sum.
+        """
+        votes = {name: any(rows[f"vote/{name}"]) for name in self.votes}
+        return votes, {name: sum(rows[f"sum/{name}"]) for name in self.sums}
 
 
 @dataclass(frozen=True)
@@ -41,6 +75,12 @@ class Border:
     votes: dict[str, bool] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
     earlier: tuple[Border, ...] = ()
+
+    def report(self) -> RoundMetrics:
+        """The metrics, with those of the rounds that were taken in with it, so that a loop gets each round's once."""
+        # What had just been started is the border itself.
+        earlier = tuple(border.metrics for border in self.earlier if border.metrics is not self.metrics)
+        return replace(self.metrics, earlier=earlier) if earlier else self.metrics
 
 
 def make_row(

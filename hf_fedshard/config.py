@@ -85,8 +85,8 @@ class FederationConfig:
         outer_warmup_rounds (`int`, defaults to `0`):
             Rounds in which its learning rate rises linearly.
         outer_schedule_rounds (`int`, *optional*):
-            Rounds at which `"linear"` and `"cosine"` end: those of the run, steps divided by `sync_every`. Without effect
-            with `"constant"`.
+            Rounds at which `"linear"` and `"cosine"` end: those of the run, steps divided by `sync_every`. Refused with
+            `"constant"`.
         outer_max_norm (`float`, *optional*):
             Largest norm of the anchor minus the average over the whole model; a longer one is scaled down to it.
         group_weights (`str` or `Callable`, defaults to `"uniform"`):
@@ -113,7 +113,8 @@ class FederationConfig:
             model at the last border, in `"bf16"`, `"int8"` or `"int4"`. See `docs/wire.md`.
         offload_outer_state (`bool`, defaults to `False`):
             Whether what the outer loop holds between borders, anchors, the outer optimizer's state and the residuals of
-            `wire_format`, lives in host memory.
+            `wire_format`, lives in host memory. Plain averaging in fp32 without `proximal_mu` holds nothing, and a line in the
+            log says so.
         overlap_steps (`int`, defaults to `0`):
             Optimizer steps that are made while an averaging is in flight: it starts at the end of a round, with a snapshot,
             and its outcome is taken in so many steps later, with what each group has trained meanwhile; at most one period.
@@ -307,6 +308,11 @@ def _check_outer(config: FederationConfig) -> None:
     rounds, warmup = config.outer_schedule_rounds, config.outer_warmup_rounds
     if rounds is not None:
         _check_int("outer_schedule_rounds", rounds, minimum=1)
+        if config.outer_schedule == "constant":
+            raise ValueError(
+                f"outer_schedule_rounds={rounds} is where a schedule ends, but outer_schedule is 'constant' and has no end. Set "
+                "outer_schedule to 'linear' or 'cosine', or leave outer_schedule_rounds out."
+            )
         if rounds <= warmup:
             raise ValueError(
                 f"outer_warmup_rounds={warmup} leaves nothing of outer_schedule_rounds={rounds}. Make it smaller."

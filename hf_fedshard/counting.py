@@ -44,6 +44,7 @@ class RoundCounter:
         self.num_optimizer_steps = 0
         self.num_skipped_steps: torch.Tensor | float = 0.0
         """Those of them that fused optimizers have skipped, on the device."""
+        self._begun = False
         self.counts_updates = False
         """Whether somebody other than the guard tells of every optimizer step."""
         self.unique_share = 1.0
@@ -103,6 +104,7 @@ class RoundCounter:
         if self.overlap is not None:
             self.overlap.raise_failure()
         self.steps += 1
+        self._begun = False
         self.course.num_steps += 1
         self._tally.tokens += tokens
         self._tally.labels += self.unique_share * (tokens if labels is None else labels)
@@ -151,7 +153,7 @@ class RoundCounter:
             "steps_in_round": self.steps,
             "num_optimizer_steps": self.num_optimizer_steps,
             "num_skipped_steps": float(self.num_skipped_steps),
-            "trained": self.averager.trained,
+            "trained": self.averager.trained.names,
             "border_seconds": self.border_seconds,
             "seconds": self._tally.seconds(),
             "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},
@@ -197,7 +199,22 @@ class RoundCounter:
         the optimizer and not yet counted, and no averaging is in flight.
         """
         in_flight = self.overlap is not None and self.overlap.in_flight
-        return self.steps == 0 and self.num_optimizer_steps == 0 and not in_flight
+        return self.untouched and not in_flight
+
+    @property
+    def untouched(self) -> bool:
+        """
+        Whether no step was made since the last round ended, nor one begun. Under an adapter that tells of every step, see
+        [`~RoundCounter.note_begun`], the same on all ranks also in the middle of one.
+        """
+        return self.steps == 0 and self.num_optimizer_steps == 0 and not self._begun
+
+    def note_begun(self) -> None:
+        """
+        Told that the optimizers are about to be asked for a step, by an adapter that knows. A gradient scaler may skip it in one
+        group and not in another, so what they have done says nothing of where the other groups stand.
+        """
+        self._begun = True
 
     def note_optimizer_step(self, found_inf: torch.Tensor | None = None) -> None:
         """
@@ -235,4 +252,5 @@ class RoundCounter:
         self.steps = 0
         self.num_optimizer_steps = 0
         self.num_skipped_steps = 0.0
+        self._begun = False
         self._tally = Tally()

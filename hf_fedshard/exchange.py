@@ -1,104 +1,21 @@
 """
 The averaging engine: weighted means of slices of local shards between federation groups.
 
-It runs an *exchange plan* and knows nothing of groups or algorithms: for each flat bucket the pieces of local tensors
-in it, the process group that averages it, this rank's weight, and how its slices come back together inside the group.
-Formats of fewer bits are exchanged by [`run_lossy_exchange`].
+It runs an *exchange plan* ([`ExchangePlan`]) with this rank's weight, and knows nothing of groups or algorithms. Formats of
+fewer bits are exchanged by [`run_lossy_exchange`]; what every rank holds whole needs no plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from .collectives import Group, Pending, all_gather, all_reduce, broadcast, start_all_reduce
+from .collectives import Pending, all_gather, all_reduce, broadcast, start_all_reduce
+from .exchange_plan import Bucket, ExchangePlan
 from .mesh import Peers
 from .shards import accumulation_dtype, to_wire
-from .wire import Codec, find_codec
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements `start:stop` of the flattened local tensor `name`, at `offset` in its bucket."""
-
-    name: str
-    start: int
-    stop: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """
-    A contiguous run of pieces that are exchanged together, all accumulated in `dtype`.
-
-    `numel` counts the padding that makes it a multiple of the number of replicas, so that each averages an equal
-    slice; under a lossy format each peer sums whole blocks of a slice.
-    """
-
-    dtype: torch.dtype
-    numel: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True)
-class ExchangePlan:
-    """
-    Who exchanges what with whom.
-
-    Args:
-        buckets (`tuple[Bucket, ...]`):
-            In the order of exchange, the same on all peers.
-        slow (`ProcessGroup`):
-            The ranks that average this rank's slice of each bucket.
-        fast (`ProcessGroup`, *optional*):
-            The ranks of this group among which the slices of a bucket are spread and put together again; `None` with a
-            single replica, where a slice is the whole bucket.
-        codec ([`Codec`], *optional*):
-            The lossy format of what is exchanged; `None` for the buckets' own dtype.
-    """
-
-    buckets: tuple[Bucket, ...]
-    slow: Group
-    fast: Group | None
-    codec: Codec | None = None
-
-    @property
-    def num_slices(self) -> int:
-        """Slices into which each bucket is cut."""
-        return 1 if self.fast is None else self.fast.size()
-
-    @property
-    def slice_index(self) -> int:
-        """The slice that this rank averages."""
-        return 0 if self.fast is None else self.fast.rank()
-
-    def names(self) -> frozenset[str]:
-        """Of the tensors with at least one element on this rank."""
-        return frozenset(piece.name for bucket in self.buckets for piece in bucket.pieces)
-
-    def slow_bytes(self) -> int:
-        """
-        Bytes this rank sends over the slow tier in one averaging. Of a slice of N bytes among P peers a ring all-reduce
-        sends 2N(P-1)/P from each; so do, of encoded bytes, the exchange of N/P with each peer and the ring all-gather of
-        what was summed.
-        """
-        peers = self.slow.size()
-        return 2 * sum(self._slice_bytes(bucket) for bucket in self.buckets) * (peers - 1) // peers
-
-    def fast_bytes(self) -> int:
-        """Bytes this rank sends inside its group in one averaging: a ring all-gather of N bytes among R ranks sends
-        N(R-1)/R from each."""
-        return sum(self._slice_bytes(bucket) for bucket in self.buckets) * (self.num_slices - 1)
-
-    def _slice_bytes(self, bucket: Bucket) -> int:
-        numel = bucket.numel // self.num_slices
-        if self.codec is None:
-            return numel * bucket.dtype.itemsize
-        peers = self.slow.size()
-        return peers * self.codec.row_bytes(numel // peers)
 
 
 @dataclass
@@ -108,9 +25,10 @@ class AveragingReport:
 
     Args:
         squared_drift (`torch.Tensor`):
-            Scalar float64, squared distance of this rank's shards from their average.
+            Scalar float64, squared distance of this rank's shards from their average: its part, where several ranks of the
+            group hold the same elements.
         squared_norm (`torch.Tensor`):
-            Scalar float64, squared norm of the average of this rank's shards.
+            Scalar float64, squared norm of the average of this rank's shards, likewise.
     """
 
     squared_drift: torch.Tensor
@@ -121,7 +39,7 @@ class AveragingReport:
         """Of nothing yet."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
 
-    def take(self, held: torch.Tensor, mean: torch.Tensor, counts: bool) -> None:
+    def take(self, held: torch.Tensor, mean: torch.Tensor, counts: bool, copies: int = 1) -> None:
         """
         Replaces what a rank holds by the average, and notes how far it was from it.
 
@@ -132,72 +50,14 @@ class AveragingReport:
                 Of the same shape, in the dtype of the sums.
             counts (`bool`):
                 Whether it has a part in the drift: what was left out of the average may be NaN.
+            copies (`int`, defaults to `1`):
+                How many ranks of the group hold these elements, and report them.
         """
         if counts:
             # In the memory of what is replaced, where its dtype is that of the sums: no temporary.
-            self.squared_drift += held.to(mean).sub_(mean).norm().double().square()
-        self.squared_norm += mean.norm().double().square()
+            self.squared_drift += held.to(mean).sub_(mean).norm().double().square() / copies
+        self.squared_norm += mean.norm().double().square() / copies
         held.copy_(mean)
-
-
-def plan_exchange(
-    tensors: Mapping[str, torch.Tensor], mesh: Peers, bucket_size_bytes: int, wire_format: str = "fp32"
-) -> ExchangePlan:
-    """
-    Packs local tensors into buckets. No communication: peers hold the same names, sizes and dtypes in the same order,
-    which the start-up handshake has verified, and so arrive at the same plan.
-
-    Args:
-        tensors (`Mapping[str, torch.Tensor]`):
-            This rank's local shards. Any size: one that is larger than a bucket is cut over several.
-        mesh ([`Peers`]):
-            Gives the process groups.
-        bucket_size_bytes (`int`):
-            Upper bound of a bucket, but that a block for each peer and replica is the least under a lossy format.
-        wire_format (`str`, defaults to `"fp32"`):
-            One of `WIRE_FORMATS`.
-
-    Returns:
-        [`ExchangePlan`]: The plan. Buckets hold one accumulation dtype each.
-    """
-    codec = find_codec(wire_format)
-    # What a bucket's size is a multiple of.
-    granule = mesh.layout.replicate_size
-    if codec is not None:
-        granule *= mesh.fed.size() * codec.granule
-    by_dtype: dict[torch.dtype, list[tuple[str, int]]] = {}
-    for name, tensor in tensors.items():
-        by_dtype.setdefault(accumulation_dtype(tensor.dtype), []).append((name, tensor.numel()))
-    buckets: list[Bucket] = []
-    for dtype, sizes in by_dtype.items():
-        # A multiple of it, so that only the last bucket of a dtype is padded.
-        capacity = max(bucket_size_bytes // dtype.itemsize // granule, 1) * granule
-        buckets.extend(_fill_buckets(sizes, dtype, capacity, granule))
-    return ExchangePlan(tuple(buckets), mesh.fed, mesh.replicate, codec)
-
-
-def _fill_buckets(sizes: Sequence[tuple[str, int]], dtype: torch.dtype, capacity: int, granule: int) -> list[Bucket]:
-    buckets: list[Bucket] = []
-    pieces: list[Piece] = []
-    used = 0
-
-    def close() -> None:
-        nonlocal pieces, used
-        buckets.append(Bucket(dtype, -(-used // granule) * granule, tuple(pieces)))
-        pieces, used = [], 0
-
-    for name, numel in sizes:
-        start = 0
-        while start < numel:
-            taken = min(numel - start, capacity - used)
-            pieces.append(Piece(name, start, start + taken, used))
-            start += taken
-            used += taken
-            if used == capacity:
-                close()
-    if pieces:
-        close()
-    return buckets
 
 
 def run_exchange(
@@ -206,6 +66,7 @@ def run_exchange(
     device: torch.device,
     weight: float = 1.0,
     total_weight: float | None = None,
+    copies: Mapping[str, int] | None = None,
 ) -> AveragingReport:
     """
     Replaces each tensor by its weighted mean over the slow group: sum of `weight * tensor` over `total_weight`.
@@ -230,11 +91,14 @@ def run_exchange(
             This group's weight.
         total_weight (`float`, *optional*):
             Sum of the weights of all groups. Defaults to the number of groups.
+        copies (`Mapping[str, int]`, *optional*):
+            How many ranks of this group hold each element of a tensor, for the report. Defaults to 1 each.
 
     Returns:
         [`AveragingReport`]: Distance of this rank's shards from the average.
     """
     assert plan.codec is None
+    copies = copies or {}
     total = float(plan.slow.size() if total_weight is None else total_weight)
     flats = {name: Flat(tensor) for name, tensor in tensors.items()}
     report = AveragingReport.empty(device)
@@ -248,9 +112,9 @@ def run_exchange(
         work = start_all_reduce(part, plan.slow)
         in_flight.append((bucket, whole, part, work))
         if len(in_flight) == 2:
-            _finish(plan, flats, total, weight, report, *in_flight.pop(0))
+            _finish(plan, flats, total, weight, copies, report, *in_flight.pop(0))
     for waiting in in_flight:
-        _finish(plan, flats, total, weight, report, *waiting)
+        _finish(plan, flats, total, weight, copies, report, *waiting)
     for flat in flats.values():
         flat.write_back()
     return report
@@ -309,6 +173,7 @@ def _finish(
     flats: Mapping[str, Flat],
     total: float,
     weight: float,
+    copies: Mapping[str, int],
     report: AveragingReport,
     bucket: Bucket,
     whole: torch.Tensor,
@@ -321,7 +186,8 @@ def _finish(
         all_gather(whole, part, plan.fast)
     for piece in bucket.pieces:
         mean = whole[piece.offset : piece.offset + piece.stop - piece.start]
-        report.take(flats[piece.name].view[piece.start : piece.stop], mean, counts=weight != 0)
+        held = flats[piece.name].view[piece.start : piece.stop]
+        report.take(held, mean, counts=weight != 0, copies=copies.get(piece.name, 1))
 
 
 def average_replicated(

@@ -8,25 +8,20 @@ import argparse
 import logging
 import shutil
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from .checkpoint import DESCRIPTION_NAME, LOCAL_PREFIX, MODEL_FOLDER, group_folder, read_description
-from .group_checkpoint import BUFFERS_FOLDER
+from .checkpoint_layout import DESCRIPTION_NAME, read_description
 from .manifest import CheckpointError, find_damage, has_manifest
 from .parts import IN_PARTS, kind_of, part_name
-from .shards import accumulation_dtype
-from .tensor_store import StoredTensor, load_tensors, stored_tensors
+from .stored_model import read_sources, sources_at_border, sources_in_parts
 
 
 logger = logging.getLogger(__name__)
 
 _OF_THE_RUN = ("trainer_state.json", "training_args.bin", "rng_state")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-# Of each tensor of the model: folders with stored tensors, and its name in them.
-Sources: TypeAlias = dict[str, list[tuple[Path, str]]]
 
 
 def export_checkpoint(
@@ -72,6 +67,29 @@ def export_checkpoint(
     ```
     """
     checkpoint, output = Path(checkpoint), Path(output)
+    _check_arguments(checkpoint, output, dtype)
+    whole = not (checkpoint / DESCRIPTION_NAME).exists()
+    description = {} if whole else read_description(checkpoint)
+    _check_description(checkpoint, description, group)
+    adapters, local = description.get("adapters", []), description.get("local", [])
+    parts = []
+    if kind_of(checkpoint) == IN_PARTS:
+        parts = [checkpoint / part_name(index) for index in range(description["num_groups"])]
+    output.mkdir(parents=True, exist_ok=True)
+    # `save_only_model` wrote the weights as they are to be; PEFT wrote the adapters by its own rules.
+    files = parts[0] if parts else checkpoint
+    _copy_files(files, output, with_weights=whole or bool(adapters))
+    if not whole and not adapters:
+        sources = sources_in_parts(parts, group) if parts else sources_at_border(checkpoint, group if local else None)
+        state = read_sources(sources, dtype)
+        _write_weights(files, state, output, max_shard_size, trust_remote_code)
+    elif dtype is not None:
+        logger.warning("dtype=%s is without effect: the weights are copied as they were saved.", dtype)
+    return output
+
+
+def _check_arguments(checkpoint: Path, output: Path, dtype: str | None) -> None:
+    """Refuses folders that cannot be read or written, before anything is."""
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, but got {dtype!r}.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -84,8 +102,10 @@ def export_checkpoint(
     damage = find_damage(checkpoint)
     if damage:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(damage[:5])}.")
-    whole = not (checkpoint / DESCRIPTION_NAME).exists()
-    description = {} if whole else read_description(checkpoint)
+
+
+def _check_description(checkpoint: Path, description: dict[str, Any], group: int) -> None:
+    """Refuses a group that there is not, and adapters that each group has for itself."""
     adapters, local = description.get("adapters", []), description.get("local", [])
     num_groups = description.get("num_groups", 1)
     if not 0 <= group < num_groups or (group and not local):
@@ -93,30 +113,16 @@ def export_checkpoint(
             f"group={group} cannot be exported: the checkpoint is of {num_groups} groups, which have "
             f"{'layers of their own' if local else 'one model'}."
         )
-    parts = []
-    if kind_of(checkpoint) == IN_PARTS:
-        parts = [checkpoint / part_name(index) for index in range(num_groups)]
-        if adapters:
-            raise CheckpointError(
-                f"{checkpoint} holds other adapters for each group, saved inside a round. Resume the run until it saves "
-                "at the end of a round, and export that."
-            )
+    if adapters and kind_of(checkpoint) == IN_PARTS:
+        raise CheckpointError(
+            f"{checkpoint} holds other adapters for each group, saved inside a round. Resume the run until it saves "
+            "at the end of a round, and export that."
+        )
     if adapters and local:
         raise ValueError(
             f"{checkpoint} holds adapters of which each group has its own ({local[0]}, ...), and PEFT's files are of "
             "group 0 alone. Resume, or read federation/group_* with torch.distributed.checkpoint."
         )
-    output.mkdir(parents=True, exist_ok=True)
-    # `save_only_model` wrote the weights as they are to be; PEFT wrote the adapters by its own rules.
-    files = parts[0] if parts else checkpoint
-    _copy_files(files, output, with_weights=whole or bool(adapters))
-    if not whole and not adapters:
-        sources = _sources_in_parts(parts, group) if parts else _sources(checkpoint, group if local else None)
-        state = _read(sources, dtype)
-        _write_weights(files, state, output, max_shard_size, trust_remote_code)
-    elif dtype is not None:
-        logger.warning("dtype=%s is without effect: the weights are copied as they were saved.", dtype)
-    return output
 
 
 def _copy_files(checkpoint: Path, output: Path, with_weights: bool) -> None:
@@ -128,66 +134,6 @@ def _copy_files(checkpoint: Path, output: Path, with_weights: bool) -> None:
                 shutil.copytree(path, output / path.name)
         elif not path.name.startswith(_OF_THE_RUN) and (with_weights or not is_weights):
             shutil.copy2(path, output / path.name)
-
-
-def _sources(checkpoint: Path, group: int | None) -> Sources:
-    """Where each tensor of the model lies: with the weights, or with a group's own layers."""
-    sources = {name: [(checkpoint / MODEL_FOLDER, name)] for name in stored_tensors(checkpoint / MODEL_FOLDER)}
-    return sources if group is None else sources | _own_layers(checkpoint, group)
-
-
-def _sources_in_parts(parts: list[Path], group: int) -> Sources:
-    """
-    What makes one model of the groups': their parameters, and the buffers of all ranks. Of what each group has for itself,
-    that of one group.
-    """
-    buffers: Sources = {}
-    for part in parts:
-        for name in stored_tensors(part / BUFFERS_FOLDER):
-            buffers.setdefault(name.partition("/")[2], []).append((part / BUFFERS_FOLDER, name))
-    sources = {
-        name: buffers.get(name) or [(part / MODEL_FOLDER, name) for part in parts]
-        for name in stored_tensors(parts[0] / MODEL_FOLDER)
-    }
-    for name, own in _own_layers(parts[group], group).items():
-        of_ranks = [found for found in buffers.get(name, ()) if found[0].is_relative_to(parts[group])]
-        sources[name] = of_ranks or own
-    return sources
-
-
-def _own_layers(folder: Path, group: int) -> Sources:
-    own = folder / group_folder(group)
-    return {
-        name.removeprefix(LOCAL_PREFIX): [(own, name)] for name in stored_tensors(own) if name.startswith(LOCAL_PREFIX)
-    }
-
-
-def _read(sources: Sources, dtype: str | None) -> dict[str, torch.Tensor]:
-    """The tensors of a model; of several sources the mean, as a border would have made it."""
-    indices = {folder: stored_tensors(folder) for found in sources.values() for folder, _ in found}
-    state: dict[str, torch.Tensor] = {}
-    whole: dict[Path, dict[str, torch.Tensor]] = {}
-    for name, found in sources.items():
-        folder, stored_name = found[0]
-        stored = indices[folder][stored_name]
-        floating = stored.dtype.is_floating_point
-        kind = getattr(torch, dtype) if dtype is not None and floating else stored.dtype
-        if len(found) > 1 and floating:
-            state[name] = _mean(found, stored).to(kind)
-        else:  # counters are those of the first rank
-            state[name] = whole.setdefault(folder, {})[stored_name] = torch.empty(stored.shape, dtype=kind)
-    for folder, tensors in whole.items():
-        load_tensors(tensors, folder)
-    return state
-
-
-def _mean(sources: list[tuple[Path, str]], stored: StoredTensor) -> torch.Tensor:
-    total = torch.zeros(stored.shape, dtype=accumulation_dtype(stored.dtype))
-    for folder, name in sources:
-        part_of_sum = torch.empty_like(total)
-        load_tensors({name: part_of_sum}, folder)
-        total += part_of_sum
-    return total / len(sources)
 
 
 def _write_weights(

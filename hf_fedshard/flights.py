@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from .closing import Rows
+from .closing import Asked, Rows, make_metrics
 from .held import Held
-from .metrics import Tally
-from .outcome import Exchanged
+from .mesh import Peers
+from .metrics import RoundMetrics, Tally
+from .outcome import Exchanged, Outcome
 from .snapshots import Snapshot
 
 
@@ -93,10 +95,8 @@ class Flight:
             Time that the start took.
         seconds (`float`):
             Time of the round when it started.
-        votes (`tuple[str, ...]`):
-            Names of the requests that ride on it.
-        sums (`tuple[str, ...]`):
-            Names of the numbers that do.
+        asked ([`Asked`]):
+            The requests and numbers that ride on it.
         future (`Future`):
             Of the exchange.
     """
@@ -107,8 +107,7 @@ class Flight:
     snapshot: Snapshot
     started_seconds: float
     seconds: float
-    votes: tuple[str, ...]
-    sums: tuple[str, ...]
+    asked: Asked
     future: Future[Landed]
 
 
@@ -143,3 +142,39 @@ class RoundSums:
         self.squared_drift += landed.found.squared_drift
         self.squared_norm += landed.found.squared_norm
         self.squared_gradient += landed.found.pseudo_gradient_norm**2
+
+    def metrics(self, flight: Flight, landed: Landed, outcome: Outcome, mesh: Peers) -> RoundMetrics:
+        """
+        The metrics of the round, with its last fragment.
+
+        Args:
+            flight ([`Flight`]):
+                The exchange of the last fragment.
+            landed ([`Landed`]):
+                What came back.
+            outcome ([`Outcome`]):
+                Of its averaging.
+            mesh ([`Peers`]):
+                The federation.
+        """
+        metrics = make_metrics(
+            landed.rows,
+            mesh,
+            outcome,
+            round=flight.span.round,
+            steps=flight.span.steps,
+            seconds=flight.seconds,
+            wait_seconds=0.0,
+            sync_seconds=self.sync_seconds,
+            period=flight.span.period,
+            synchronous=False,
+        )
+        drift = (self.squared_drift / self.squared_norm) ** 0.5 if self.squared_norm > 0 else 0.0
+        norm = None if metrics.pseudo_gradient_norm is None else self.squared_gradient**0.5
+        return dataclasses.replace(
+            metrics,
+            overlapped_seconds=self.overlapped_seconds,
+            bytes_sent=self.bytes_sent,
+            drift=drift,
+            pseudo_gradient_norm=norm,
+        )

@@ -23,19 +23,24 @@ def unit_of(name: str) -> str:
     return ".".join(parts[:-1])
 
 
-def divide(sizes: Mapping[str, int], num_fragments: int) -> list[frozenset[str]]:
+def divide(
+    sizes: Mapping[str, int], num_fragments: int, whole_sizes: Mapping[str, int] | None = None
+) -> list[frozenset[str]]:
     """
     Divides parameters into fragments of about the same size. Without communication: all ranks hold the same names and sizes
     and arrive at the same fragments.
 
     Units stay whole. The largest comes first, into the fragment that is smallest by then, so that the blocks of a
-    fragment lie scattered over the depth of the model.
+    fragment lie scattered over the depth of the model. Units that do not train follow, by all of their elements: they travel
+    when they are unfrozen, and are not to travel all at once.
 
     Args:
         sizes (`Mapping[str, int]`):
             Elements of each parameter over the whole model, in the model's order; 0 for one that does not train.
         num_fragments (`int`):
             How many.
+        whole_sizes (`Mapping[str, int]`, *optional*):
+            Elements of each parameter whether it trains or not. Defaults to `sizes`.
 
     Returns:
         `list[frozenset[str]]`: Names of the parameters of each fragment.
@@ -43,24 +48,32 @@ def divide(sizes: Mapping[str, int], num_fragments: int) -> list[frozenset[str]]
     Raises:
         ValueError: If there are fewer units that train than fragments.
     """
-    units: dict[str, int] = {}
-    for name, size in sizes.items():
-        units[unit_of(name)] = units.get(unit_of(name), 0) + size
+    units, whole_units = _by_unit(sizes), _by_unit(sizes if whole_sizes is None else whole_sizes)
     trained = sum(size > 0 for size in units.values())
     if trained < num_fragments:
         raise ValueError(
             f"num_fragments={num_fragments} is more than the model can be divided into: it has {trained} units that train "
             "(transformer blocks, embedding, norm, head). Make it smaller."
         )
-    loads = [0] * num_fragments
+    loads, whole_loads = [0] * num_fragments, [0] * num_fragments
     place: dict[str, int] = {}
-    for unit in sorted(units, key=lambda unit: -units[unit]):  # stable: equal ones in the model's order
-        place[unit] = min(range(num_fragments), key=lambda index: (loads[index], index))
+    # Stable: equal ones in the model's order. What trains lies as it would without the rest.
+    for unit in sorted(units, key=lambda unit: (-units[unit], 0 if units[unit] else -whole_units[unit])):
+        counted = loads if units[unit] else whole_loads
+        place[unit] = min(range(num_fragments), key=lambda index: (counted[index], index))
         loads[place[unit]] += units[unit]
+        whole_loads[place[unit]] += whole_units[unit]
     fragments: list[set[str]] = [set() for _ in range(num_fragments)]
     for name in sizes:
         fragments[place[unit_of(name)]].add(name)
     return [frozenset(names) for names in fragments]
+
+
+def _by_unit(sizes: Mapping[str, int]) -> dict[str, int]:
+    units: dict[str, int] = {}
+    for name, size in sizes.items():
+        units[unit_of(name)] = units.get(unit_of(name), 0) + size
+    return units
 
 
 def trained_sizes(model: nn.Module, trained: Iterable[str]) -> dict[str, int]:

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checkpoint import GroupState, OuterState, Place, save_federation, together
+from .checkpoint import save_federation
 from .checkpoint_folder import SAVING, put_in_place, sync_tree
+from .checkpoint_state import GroupState, OuterState, Place
 from .manifest import FEDERATION_FOLDER, CheckpointError, read_json, write_json, write_manifest
 from .parts import PART, all_there, complete, part_name
 from .selection import plain_name
 from .shards import persistent_buffers
+from .shared_errors import together
 from .state_values import decode, encode
 from .tensor_store import load_tensors, save_tensors
 

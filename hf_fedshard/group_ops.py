@@ -146,6 +146,44 @@ def keep_in_group(accelerator: Accelerator, ops: GroupOps, inside: Callable[[], 
     return patches
 
 
+class BoundAccelerator:
+    """
+    Keeps the collectives of a Trainer's accelerator in the group, whichever it is: hyper-parameter search makes a new one for
+    each trial.
+
+    Args:
+        ops ([`GroupOps`]):
+            What takes the place of its methods.
+        inside (`Callable[[], bool]`):
+            See [`keep_in_group`].
+    """
+
+    def __init__(self, ops: GroupOps, inside: Callable[[], bool]) -> None:
+        self.ops = ops
+        self.inside = inside
+        self._patches: Patches | None = None
+        self._bound: Accelerator | None = None
+
+    def follow(self, accelerator: Accelerator) -> None:
+        """
+        Binds an accelerator, and releases the one before.
+
+        Args:
+            accelerator (`Accelerator`):
+                The Trainer's; nothing happens if it is bound.
+        """
+        if accelerator is not self._bound:
+            self.release()
+            self._patches = keep_in_group(accelerator, self.ops, self.inside)
+            self._bound = accelerator
+
+    def release(self) -> None:
+        """Puts every method back."""
+        if self._patches is not None:
+            self._patches.undo()
+        self._patches = self._bound = None
+
+
 def _all_tensors(data: Any) -> bool:
     try:
         recursively_apply(lambda value: value, data, error_on_other_type=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .exchange import ExchangePlan
+from .exchange_plan import ExchangePlan
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Held:
         problems (`list[str]`):
             What has come to train after the start and cannot be averaged.
         copies (`dict[str, int]`):
-            See [`ModelAverager.copies`].
+            See [`AveragedTensors.copies`].
     """
 
     shards: dict[str, torch.Tensor]

@@ -184,9 +184,9 @@ def _differences(shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.T
     differing = torch.zeros((), dtype=torch.int64, device=mesh.device)
     replicas = () if mesh.replicate is None else (mesh.replicate,)
     for tensors, groups in ((shards, (mesh.fed, *replicas)), (whole, (mesh.fed, mesh.group))):
-        checksum = _checksum(tensors, mesh.device)
+        own = checksum(tensors, mesh.device)
         for group in groups:
-            low, high = checksum.clone(), checksum.clone()
+            low, high = own.clone(), own.clone()
             all_reduce(low, group, "min")
             all_reduce(high, group, "max")
             differing += (low != high).sum()
@@ -195,8 +195,20 @@ def _differences(shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.T
     return int(differing)
 
 
-def _checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Two int64 of all bits: the sum of all words, and their sum weighted by where they stand. Integers wrap around."""
+def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """
+    A checksum of all bits, without communication.
+
+    Args:
+        tensors (`Mapping[str, torch.Tensor]`):
+            In an order that is the same wherever checksums are compared.
+        device (`torch.device`):
+            Where it is computed; tensors elsewhere are copied there one after the other.
+
+    Returns:
+        `torch.Tensor`: Two int64 on the device, not waited for: the sum of all words of 8 bytes, and their sum weighted by
+        where they stand. Integers wrap around.
+    """
     plain = torch.zeros((), dtype=torch.int64, device=device)
     placed = torch.zeros((), dtype=torch.int64, device=device)
     position = 0

@@ -89,6 +89,7 @@ def average_products(
     gather: Callable[[Mapping[str, torch.Tensor]], None],
     weights: Sequence[float],
     mesh: Peers,
+    copies: Mapping[str, int],
 ) -> tuple[float, float, float]:
     """
     Replaces adapters by factors of the mean of their products. All ranks compute the same factors from the same numbers,
@@ -110,10 +111,12 @@ def average_products(
             Of each group.
         mesh ([`Peers`]):
             The federation.
+        copies (`Mapping[str, int]`):
+            How many ranks of this group hold each element of a parameter.
 
     Returns:
-        `tuple[float, float, float]`: Squared distance of this rank's shards from the result, squared norm of the result,
-        and the largest relative error of [`refactor`].
+        `tuple[float, float, float]`: This rank's part in the squared distance of the group from the result and in the squared
+        norm of that, and the largest relative error of [`refactor`].
     """
     groups, total = mesh.layout.num_groups, sum(weights)
     # Each group fills a place of its own in zeros, so that the sum holds all of them, unchanged.
@@ -155,8 +158,8 @@ def average_products(
     drift = norm = 0.0
     for name, part in parts.items():
         if weights[mesh.group_index]:
-            drift += float((shards[name].double() - part).square().sum())
-        norm += float(part.square().sum())
+            drift += float((shards[name].double() - part).square().sum()) / copies[name]
+        norm += float(part.square().sum()) / copies[name]
         shards[name].copy_(part)
     return drift, norm, worst
 

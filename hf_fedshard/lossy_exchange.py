@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from .collectives import Pending, all_gather, start_all_to_all
-from .exchange import AveragingReport, Bucket, ExchangePlan, Flat, Piece
+from .exchange import AveragingReport, Flat
+from .exchange_plan import Bucket, ExchangePlan, Piece
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def run_lossy_exchange(
     total_weight: float | None = None,
     start: RoundStart | None = None,
     residuals: Sequence[torch.Tensor] | None = None,
+    copies: Mapping[str, int] | None = None,
 ) -> AveragingReport:
     """
     Replaces each tensor by its weighted mean over the slow group, as [`run_exchange`] does, through the plan's codec.
@@ -92,12 +94,14 @@ def run_lossy_exchange(
         residuals (`Sequence[torch.Tensor]`, *optional*):
             One for each bucket of the plan, of this rank's slice of it, in the dtype of the bucket and on any device:
             written in place. Without them nothing is fed back.
+        copies (`Mapping[str, int]`, *optional*):
+            How many ranks of this group hold each element of a tensor, for the report. Defaults to 1 each.
 
     Returns:
         [`AveragingReport`]: Distance of this rank's shards from the average.
     """
     total = float(plan.slow.size() if total_weight is None else total_weight)
-    exchange = _LossyExchange(plan, tensors, device, weight / total, start)
+    exchange = _LossyExchange(plan, tensors, device, weight / total, start, copies or {})
     in_flight: list[_InFlight] = []
     for index, bucket in enumerate(plan.buckets):
         residual = None if residuals is None else residuals[index]
@@ -132,6 +136,7 @@ class _LossyExchange:
         device: torch.device,
         share: float,
         start: RoundStart | None,
+        copies: Mapping[str, int],
     ) -> None:
         assert plan.codec is not None
         self.plan = plan
@@ -140,6 +145,7 @@ class _LossyExchange:
         self.flats = {name: Flat(tensor) for name, tensor in tensors.items()}
         self.share = share
         self.start = start
+        self.copies = copies
         self.report = AveragingReport.empty(device)
         self._values: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
         for dtype in {bucket.dtype for bucket in plan.buckets}:
@@ -191,7 +197,7 @@ class _LossyExchange:
                 if self.start is not None:
                     part.add_(self.start.elements(piece, part))
                 held = self.flats[piece.name].view[piece.start : piece.stop]
-                self.report.take(held, part, counts=self.share != 0)
+                self.report.take(held, part, counts=self.share != 0, copies=self.copies.get(piece.name, 1))
 
     def _encode_sum(self, flight: _InFlight, own: torch.Tensor) -> None:
         total, scratch = (values.view(self.peers, -1)[:1] for values in self._values_of(flight.bucket))

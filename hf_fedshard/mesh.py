@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from .layout import FederationLayout
 from .slow_tier import SlowTier, tier_backend
 
 
+T = TypeVar("T")
 FED_AXIS = "fed"
 REPLICATE_AXIS = "group_replicate"
 
@@ -62,6 +65,29 @@ class Peers(Protocol):
     @property
     def in_process(self) -> bool:
         """Whether the groups are simulated in one process, where parameters are whole and plain tensors."""
+
+
+class Worker(Protocol):
+    """What runs the averagings that are in flight, one after another."""
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Has a job done after all that were submitted before it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the training steps."""
+
+
+class OverlapPeers(Peers, Protocol):
+    """Peers that average beside the training steps: [`SlowTier`] of processes, [`SimulatedPeers`] of groups in one."""
+
+    @property
+    def worker(self) -> Worker:
+        """Runs what is averaged beside the steps."""
+
+    @property
+    def host(self) -> Peers:
+        """The same peers through host memory."""
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,9 @@ class RoundMetrics:
         overlapped_seconds (`float`, *optional*):
             With `overlap_steps`: time that the averaging took beside the training steps. `sync_seconds` is then how long the
             steps stood still for it: to make snapshots, to wait for the outcome, and to take it in.
+        earlier (`tuple[RoundMetrics, ...]`):
+            With `overlap_steps`, of what a loop is given: metrics of the rounds before it, oldest first, whose averagings were in
+            flight when the border was made that closed this one.
     """
 
     round: int
@@ -81,6 +84,7 @@ class RoundMetrics:
     outer_learning_rate: float | None = None
     lora_error: float | None = None
     overlapped_seconds: float | None = None
+    earlier: tuple[RoundMetrics, ...] = ()
 
     @property
     def sync_share(self) -> float:

@@ -1,4 +1,4 @@
-"""What becomes of the inner optimizers' state at a border: kept, reset, or averaged over the groups."""
+"""The moments in an optimizer's state: which there are, and how an optimizer begins anew without them."""
 
 from __future__ import annotations
 

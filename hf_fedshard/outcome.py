@@ -42,7 +42,7 @@ class Exchanged:
         weights (`tuple[float, ...]`):
             Of each group.
         squared_drift (`float`):
-            Mean over the groups of the squared distance from the average, counted once for each replica.
+            Mean over the groups of the squared distance from the average, each element counted once.
         squared_norm (`float`):
             Squared norm of the average, counted likewise.
         pseudo_gradient_norm (`float`):
@@ -69,5 +69,4 @@ class Exchanged:
     @property
     def drift(self) -> float:
         """Distance of the groups from their average, relative to its norm."""
-        # The replicas of a group each report the whole shard, so the ratio needs no correction.
         return (self.squared_drift / self.squared_norm) ** 0.5 if self.squared_norm > 0 else 0.0

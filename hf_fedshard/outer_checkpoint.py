@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .averaging import ModelAverager
-from .checkpoint import LOCAL_PREFIX, OUTER_FOLDER, OuterState, Place, group_folder, read_description, together
+from .checkpoint_layout import LOCAL_PREFIX, OUTER_FOLDER, group_folder, read_description
+from .checkpoint_state import OuterState, Place
 from .manifest import CheckpointError
 from .outer_optimizers import format_options
 from .parts import PART
@@ -17,6 +18,7 @@ from .reshape import nearest_group
 from .residual_checkpoint import describe_residuals, load_residuals, take_residuals
 from .selection import plain_name
 from .shards import as_sharded
+from .shared_errors import together
 from .state_values import decode, encode
 from .tensor_store import load_tensors, stored_tensors
 
@@ -50,7 +52,7 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
             Whether a round is running.
     """
     outer = averager.outer
-    local = frozenset(plain_name(name) for name in averager.local_names())
+    local = frozenset(plain_name(name) for name in averager.trained.local_names())
     if averager.mesh.layout.num_groups == 1:
         return OuterState({}, {"optimizer": None}, local)
     residuals = take_residuals(averager)
@@ -112,7 +114,7 @@ def load_outer_state(folder: Path, averager: ModelAverager, place: Place) -> Non
     name = stored.get("optimizer")
     if averager.mesh.layout.num_groups == 1:
         return
-    load_residuals(folder, saved, averager, place)
+    load_residuals(folder, saved, averager)
     if name is None and outer.optimizer is None:
         if inside:
             _read(folder, stored, averager, inside)
@@ -177,7 +179,10 @@ def _load_local(folder: Path, saved: dict[str, Any], averager: ModelAverager, pl
         plain_name(name): tensor
         for name, tensor in [*averager.model.named_parameters(), *averager.model.named_buffers()]
     }
-    stored, now = set(saved.get("local", ())) & set(held), {plain_name(name) for name in averager.local_names()}
+    stored, now = (
+        set(saved.get("local", ())) & set(held),
+        {plain_name(name) for name in averager.trained.local_names()},
+    )
     local, shared = sorted(stored & now), sorted(stored - now)
     if shared and averager.mesh.layout.num_groups > 1 and averager.mesh.is_main:
         logger.warning(

@@ -13,29 +13,23 @@ other group: the earliest exchange that is not over can always go on.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from .anchors import SharedAnchors, anchors_differ
 from .averaging import ModelAverager
-from .closing import Border, check_rows, left_out, make_metrics, make_row
-from .collectives import broadcast
+from .closing import Asked, Border
 from .config import FederationConfig
-from .flights import Count, Flight, Landed, RoundSums, Span
+from .flights import Flight, Landed, RoundSums, Span
+from .fragment_windows import FragmentWindows
 from .fragments import divide, starts, trained_sizes
-from .metrics import RoundMetrics, Tally, exchange_rows
-from .outcome import Outcome
+from .mesh import OverlapPeers
+from .overlapped_exchange import FoundByAll, exchange_snapshot
 from .shards import reshard
-from .slow_tier import SlowTier
-from .snapshots import Snapshot, Snapshots, note_distance
-from .weights import group_weights
-
-
-logger = logging.getLogger(__name__)
+from .snapshots import Snapshots
 
 
 class OverlappedAveraging:
@@ -49,7 +43,7 @@ class OverlappedAveraging:
     Args:
         averager ([`ModelAverager`]):
             Of the model, on the slow tier.
-        tier ([`SlowTier`]):
+        tier ([`OverlapPeers`]):
             The communicators, and the thread.
         config ([`FederationConfig`]):
             The settings.
@@ -58,17 +52,19 @@ class OverlappedAveraging:
         ValueError: On every rank, if the model cannot be divided into so many fragments.
     """
 
-    def __init__(self, averager: ModelAverager, tier: SlowTier, config: FederationConfig) -> None:
+    def __init__(self, averager: ModelAverager, tier: OverlapPeers, config: FederationConfig) -> None:
         self.averager = averager
         self.tier = tier
         self.config = config
         self.wants_border = False
-        """Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, or a group has fallen out."""
+        """
+        Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, a group has fallen out,
+        or the anchors of the groups differ.
+        """
         self._snapshots = Snapshots(averager, tier.worker.device)
+        self._anchors = SharedAnchors(averager)
         self._flights: deque[Flight] = deque()
         self._sums = RoundSums()
-        self._before: tuple[Any, ...] = (0.0,) * 4
-        self._counted: dict[int, tuple[Any, ...]] = {}
         self._had_turn: set[int] = set()
         """Fragments whose exchange was started in the running round."""
         self._failure: BaseException | None = None
@@ -76,8 +72,10 @@ class OverlappedAveraging:
         """Whether all ranks have failed with it at the same place, so that their communicators are in order."""
         self.fragments: list[frozenset[str] | None] = [None]
         if config.num_fragments > 1:
-            sizes = trained_sizes(averager.model, averager.averaged_shards())
-            self.fragments = [*divide(sizes, config.num_fragments)]
+            sizes = trained_sizes(averager.model, averager.trained.averaged_shards())
+            whole_sizes = trained_sizes(averager.model, sizes)
+            self.fragments = [*divide(sizes, config.num_fragments, whole_sizes)]
+        self._windows = FragmentWindows(len(self.fragments))
 
     @property
     def in_flight(self) -> bool:
@@ -131,23 +129,28 @@ class OverlappedAveraging:
         """
         started = time.perf_counter()
         seconds = span.tally.own_seconds()
-        tally, updates = self._window(fragment, span)
+        tally, updates = self._windows.close(fragment, span)
         last = fragment == len(self.fragments) - 1
         self._had_turn = set() if last else {*self._had_turn, fragment}
         # A whole model is exchanged as at full borders, so that these do not take over what is owed.
         part = f"fragment {fragment}" if len(self.fragments) > 1 else "parameters"
+        # Here, where all ranks have taken in the same outcomes; and ahead of the snapshot, which says when a device is ready.
+        more: dict[str, float | torch.Tensor] = dict(self._anchors.row()) if last else {}
         snapshot = self._snapshots.take(part, self.fragments[fragment], with_buffers=last)
-        more = {f"vote/{name}": float(cast) for name, cast in votes.items()}
-        more |= {f"sum/{name}": value for name, value in sums.items()}
-        more["frozen"] = float(self.averager.has_frozen())
+        asked = Asked(votes, sums)
+        more |= {**asked.row(), "frozen": float(self.averager.trained.has_frozen())}
         bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
 
         def exchange() -> Landed:
             try:
                 self.raise_failure()  # the peers have failed too, or are about to
-                return self._exchange(
-                    snapshot, dataclasses.replace(span, tally=tally, updates=updates), seconds, bytes_sent, more
+                window = dataclasses.replace(span, tally=tally, updates=updates)
+                return exchange_snapshot(
+                    self.averager, self.tier, self.config, snapshot, window, seconds, bytes_sent, more
                 )
+            except FoundByAll as found:
+                self._failure, self._failed_together = found.error, True
+                raise found.error from None
             except BaseException as error:
                 self._failure = error
                 raise
@@ -160,54 +163,10 @@ class OverlappedAveraging:
             snapshot=snapshot,
             started_seconds=time.perf_counter() - started,
             seconds=span.tally.seconds(),
-            votes=tuple(votes),
-            sums=tuple(sums),
+            asked=asked,
             future=future,
         )
         self._flights.append(flight)
-
-    def _exchange(
-        self, snapshot: Snapshot, span: Span, seconds: float, bytes_sent: int, more: Mapping[str, float]
-    ) -> Landed:
-        """
-        In the thread of the slow tier, collective over the world. Order on every rank: the rows, so that a group that has
-        fallen out is known; weights, if a function gives them; what [`ModelAverager.exchange`] does; rank 0's drift, where
-        the period follows it.
-
-        The rows go through host memory: all groups have come when the first kernel of the exchange is launched, so that none
-        spins on the device, in the way of the steps, for as long as the slowest group trains.
-        """
-        started = time.perf_counter()
-        tier, averager = self.tier, self.averager
-        if snapshot.ready is not None:
-            # Anchors, buffers and counts too are what the steps' stream makes them by then.
-            snapshot.ready.wait(torch.accelerator.current_stream())
-            if tier.device.type == "cpu":
-                snapshot.ready.synchronize()
-        held = snapshot.to_exchange()
-        row = make_row(held, span.tally, span.steps, span.updates, seconds, bytes_sent, tier.layout.group_size)
-        rows, _ = exchange_rows({**row, **more}, tier.host)
-        try:
-            check_rows(rows, held, span.round)
-        except Exception:  # from rows that all ranks hold
-            self._failed_together = True
-            raise
-        excluded = left_out(rows)
-        weights = group_weights(self.config.group_weights, rows, excluded, tier)
-        found = averager.exchange(held, weights, with_moments=False)
-        drift = found.drift
-        if self.config.sync_every == "drift":
-            measured = torch.tensor(drift, dtype=torch.float64, device=tier.device)
-            # Inside each group from its first rank, then from group 0: all get rank 0's.
-            broadcast(measured, tier.group)
-            broadcast(measured, tier.fed)
-            drift = float(measured)
-        if averager.outer.optimizer is None:
-            note_distance(snapshot)
-        if tier.worker.device.type != "cpu":
-            # The other thread then needs no more than this one's word for it.
-            torch.accelerator.current_stream().synchronize()
-        return Landed(rows, held, found, excluded, drift, time.perf_counter() - started)
 
     def is_due(self, steps_behind: int) -> bool:
         """
@@ -244,10 +203,13 @@ class OverlappedAveraging:
         left = self.tier.group_index in landed.excluded
         share = 1.0 - self.config.overlap_alpha
         self._snapshots.put(flight.snapshot, share, replace=left or untouched)
-        if any(any(landed.rows[f"vote/{name}"]) for name in flight.votes):
+        answers = flight.asked.answers(landed.rows)
+        if any(answers[0].values()):
             self.wants_border = True
         if any(landed.rows["frozen"]):
             # Until then it goes on being averaged, and stepped by an outer optimizer with momentum.
+            self.wants_border = True
+        if anchors_differ(landed.rows):
             self.wants_border = True
         if landed.excluded and len(self.fragments) > 1:
             # Its other fragments are not finite either, and would spoil this one in the next step.
@@ -257,58 +219,14 @@ class OverlappedAveraging:
         if not last:
             return None
         sums, self._sums = self._sums, RoundSums()
-        border = Border(
-            self._metrics(flight, landed, outcome, sums),
-            {name: any(landed.rows[f"vote/{name}"]) for name in flight.votes},
-            {name: sum(landed.rows[f"sum/{name}"]) for name in flight.sums},
-        )
-        return border, landed.drift
-
-    def _metrics(self, flight: Flight, landed: Landed, outcome: Outcome, sums: RoundSums) -> RoundMetrics:
-        metrics = make_metrics(
-            landed.rows,
-            self.tier,
-            outcome,
-            round=flight.span.round,
-            steps=flight.span.steps,
-            seconds=flight.seconds,
-            wait_seconds=0.0,
-            sync_seconds=sums.sync_seconds,
-            period=flight.span.period,
-            synchronous=False,
-        )
-        drift = (sums.squared_drift / sums.squared_norm) ** 0.5 if sums.squared_norm > 0 else 0.0
-        norm = None if metrics.pseudo_gradient_norm is None else sums.squared_gradient**0.5
-        return dataclasses.replace(
-            metrics,
-            overlapped_seconds=sums.overlapped_seconds,
-            bytes_sent=sums.bytes_sent,
-            drift=drift,
-            pseudo_gradient_norm=norm,
-        )
-
-    def _window(self, fragment: int, span: Span) -> tuple[Tally, Count]:
-        """
-        What was counted since the last exchange of a fragment, which for the last one and for a whole model is the round. Of
-        updates without reading them: they may be on the device.
-        """
-        tally = span.tally
-        counts: tuple[Any, ...] = (tally.tokens, tally.labels, tally.samples, span.updates)
-        now = tuple(before + count for before, count in zip(self._before, counts, strict=True))
-        if fragment == len(self.fragments) - 1:
-            self._before = now
-            return dataclasses.replace(tally), span.updates
-        counted, self._counted[fragment] = self._counted.get(fragment, (0.0,) * 4), now
-        tokens, labels, samples, updates = (total - before for total, before in zip(now, counted, strict=True))
-        return dataclasses.replace(tally, tokens=tokens, labels=labels, samples=samples), updates
+        return Border(sums.metrics(flight, landed, outcome, self.tier), *answers), landed.drift
 
     def begin_anew(self) -> None:
         """Told of a border with nothing in flight: all fragments begin with it."""
         assert not self._flights
         self.wants_border = False
         self._sums = RoundSums()
-        self._before = (0.0,) * 4
-        self._counted.clear()
+        self._windows.begin_anew()
         self._had_turn.clear()
 
     def discard(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,56 +11,16 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.utils import is_datasets_available
-from torch.utils.data import IterableDataset, Subset, get_worker_info
+from torch.utils.data import IterableDataset, Subset
 
+from .endless_stream import EndlessStream
 from .group_data import GroupData, GroupStreams, wrong_number
 from .handshake import agree
 
 
 logger = logging.getLogger(__name__)
 
-
-class EndlessStream(IterableDataset[Any]):
-    """
-    Repeats a stream: groups whose streams are of unequal length would end an epoch at different steps.
-
-    Args:
-        dataset (`Iterable`):
-            A streaming dataset that can be read again, or is longer than it is read.
-        begun (`Iterator`, *optional*):
-            A reading of it that stands at its first sample, to go on with in place of the first one.
-    """
-
-    def __init__(self, dataset: Any, begun: Iterator[Any] | None = None) -> None:
-        self.dataset = dataset
-        self._begun = begun
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_begun": None}  # an open reading cannot be sent to a worker
-
-    def __iter__(self) -> Iterator[Any]:
-        in_worker = get_worker_info() is not None
-        # A stream may give each worker another part, which it decides where its reading begins: that was outside.
-        begun, self._begun = (None if in_worker else self._begun), None
-        first = True
-        while True:
-            empty = True
-            for sample in self.dataset if begun is None else begun:
-                empty = False
-                yield sample
-            if empty and first and in_worker:
-                return  # fewer files than workers: this one has nothing to read
-            begun, first = None, False
-            if empty:
-                raise RuntimeError(
-                    "A stream of training data cannot be read a second time. Give each group a dataset that can be, or as "
-                    "many samples as its steps need and a batch of each rank more, which is read ahead."
-                )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Hands the epoch on, on which a shuffled stream's order depends."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+_EMPTY = "The dataset of group {group} is empty. Every group needs data of its own."
 
 
 @dataclass(frozen=True)
@@ -113,41 +73,76 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
         ValueError: On every rank, if the numbers of groups differ, or a group's data cannot be read or is empty.
     """
     error: str | None = None
-    own: Any = None
-    begun: Iterator[Any] | None = None
-    length: int | None = None
+    opened: _Opened | None = None
     try:
         if data.num_groups != num_groups:
             raise ValueError(wrong_number(data, num_groups))
-        own = data.of_group(group)
-        streaming = isinstance(own, IterableDataset)
-        if streaming != isinstance(data, GroupStreams):
-            raise ValueError(
-                f"The dataset of group {group} is {'a' if streaming else 'no'} streaming dataset: say so with "
-                "group_dataset(..., streaming=...)."
-            )
-        if streaming:
-            if not data.take_turns:
-                own, num_ranks, rank = _own_files(own, num_ranks, rank)
-            by_files = own is not data.of_group(group)
-            begun = _look_ahead(own)
-            empty = begun is None
-            # One whose order depends on the epoch is opened when that is known, and can be opened again.
-            begun = None if hasattr(own, "set_epoch") else begun
-        else:
-            length = len(own)
-            empty = length == 0
-        if empty and streaming and by_files:
-            raise ValueError(
-                f"The stream of group {group} has files for each of its ranks, but those of this one hold no sample. Leave empty "
-                "files out, give fewer files than ranks, so that each rank reads the whole stream and takes its turn, or "
-                "split by a column with split_by_column, which does so."
-            )
-        if empty:
-            raise ValueError(f"The dataset of group {group} is empty. Every group needs data of its own.")
+        opened = _open(data, group, num_ranks, rank)
     except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = str(problem) if isinstance(problem, ValueError) else f"The data of group {group}: {problem!r}"
     agree("the groups' data", {"number of groups": data.num_groups}, error)
+    assert opened is not None  # an error of any rank was raised by all
+    lengths = _exchange_lengths(group, opened.length, num_groups)
+    if opened.length is None:
+        return OwnData(EndlessStream(opened.dataset, opened.begun), opened.num_ranks, opened.rank)
+    longest = max(lengths)
+    _warn_of_repetition(lengths, longest)
+    return OwnData(_repeat_to(opened.dataset, longest), num_ranks, rank, opened.length / longest)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A group's dataset as this rank has found it: a stream with a reading that has begun, or one that has a length."""
+
+    dataset: Any
+    num_ranks: int
+    rank: int
+    begun: Iterator[Any] | None = None
+    length: int | None = None
+
+
+def _open(data: GroupData, group: int, num_ranks: int, rank: int) -> _Opened:
+    """Opens the dataset of a group, without communication, and refuses an empty one."""
+    own = data.of_group(group)
+    streaming = isinstance(own, IterableDataset)
+    if streaming != isinstance(data, GroupStreams):
+        raise ValueError(
+            f"The dataset of group {group} is {'a' if streaming else 'no'} streaming dataset: say so with "
+            "group_dataset(..., streaming=...)."
+        )
+    if streaming:
+        return _open_stream(data, own, group, num_ranks, rank)
+    length = len(own)
+    if length == 0:
+        raise ValueError(_EMPTY.format(group=group))
+    return _Opened(own, num_ranks, rank, length=length)
+
+
+def _open_stream(data: GroupData, stream: Any, group: int, num_ranks: int, rank: int) -> _Opened:
+    own = stream
+    if not data.take_turns:
+        own, num_ranks, rank = _own_files(own, num_ranks, rank)
+    by_files = own is not stream
+    begun = _look_ahead(own)
+    if begun is None and by_files:
+        raise ValueError(
+            f"The stream of group {group} has files for each of its ranks, but those of this one hold no sample. Leave empty "
+            "files out, give fewer files than ranks, so that each rank reads the whole stream and takes its turn, or "
+            "split by a column with split_by_column, which does so."
+        )
+    if begun is None:
+        raise ValueError(_EMPTY.format(group=group))
+    # One whose order depends on the epoch is opened when that is known, and can be opened again.
+    return _Opened(own, num_ranks, rank, begun=None if hasattr(own, "set_epoch") else begun)
+
+
+def _exchange_lengths(group: int, length: int | None, num_groups: int) -> list[int]:
+    """
+    The lengths of all groups' datasets; of streams there are none. Collective over the world.
+
+    Raises:
+        ValueError: On every rank, if the ranks of a group hold different ones.
+    """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (group, length))
     sizes = [{size for member, size in everyone if member == index} for index in range(num_groups)]
@@ -157,10 +152,10 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
             f"The ranks of one group hold datasets of different lengths ({'; '.join(unequal)}). All ranks of a group must be "
             "given the same dataset; it is shared among them."
         )
-    if length is None:
-        return OwnData(EndlessStream(own, begun), num_ranks, rank)
-    lengths = [next(iter(found)) for found in sizes]
-    longest = max(lengths)
+    return [next(iter(found)) for found in sizes]
+
+
+def _warn_of_repetition(lengths: Sequence[int], longest: int) -> None:
     if dist.get_rank() == 0 and min(lengths) < longest:
         repeated = [
             f"group {index}: {size:,} samples, {longest / size:.3g} times" for index, size in enumerate(lengths)
@@ -170,7 +165,6 @@ def own_data(data: GroupData, group: int, num_groups: int, num_ranks: int, rank:
             "repeatedly. %s.",
             "; ".join(repeated),
         )
-    return OwnData(_repeat_to(own, longest), num_ranks, rank, length / longest)
 
 
 def share_inside_group(dataloader: Any, own: OwnData) -> None:

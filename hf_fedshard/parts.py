@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import DESCRIPTION_NAME, read_description
+from .checkpoint_layout import DESCRIPTION_NAME, read_description
 from .config import FederationConfig, FederationLayout
 from .manifest import MANIFEST_NAME, CheckpointError, find_damage, read_json, write_json, write_manifest
 

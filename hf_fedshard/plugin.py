@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,18 +12,18 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from . import environment
-from .accelerate_checkpoint import AcceleratorCheckpoints, check_border
-from .checkpoint import Place
+from .accelerate_checkpoint import AcceleratorCheckpoints
+from .checkpoint_state import Place
 from .config import FederationConfig
 from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_batches, shared_seed
 from .group_data import GroupData
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, layout_for
+from .loop_seams import keep_saving_to_borders, start_clock_with_steps
 from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
-from .seams import Patches, check_seam
 from .versions import versions
 
 
@@ -179,7 +178,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
 
             in_group = keep_in_group(accelerator, ops, inside)
             rounds.when_finished(in_group.undo)
-            rounds.when_finished(_keep_saving_to_borders(accelerator, rounds).undo)
+            rounds.when_finished(keep_saving_to_borders(accelerator, rounds).undo)
+            rounds.when_finished(start_clock_with_steps(accelerator, rounds).undo)
         return rounds
 
     def _check(self, accelerator: Accelerator) -> None:
@@ -211,22 +211,3 @@ def _read_by(dataloader: Any) -> Any:
     """The dataset of a prepared data loader, without Accelerate's wrapper for streams."""
     dataset = dataloader.dataset
     return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
-
-
-def _keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> Patches:
-    """
-    Inside a round every group holds another model, and what is saved would be one group's. Accelerate's own hooks for saving
-    and loading run when the weights are written or overwritten already, so its methods are replaced on this instance.
-    """
-
-    def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_state_dict(*args: Any, **kwargs: Any) -> Any:
-            check_border(rounds, "accelerator.get_state_dict")
-            return original(*args, **kwargs)
-
-        return get_state_dict
-
-    check_seam(Accelerator, "get_state_dict", ("model", "unwrap"))
-    patches = Patches()
-    patches.replace(accelerator, "get_state_dict", guarded)
-    return patches

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .averaging import ModelAverager
-from .checkpoint import RESIDUAL_PREFIX, Place, group_folder
+from .checkpoint_layout import RESIDUAL_PREFIX, group_folder
 from .selection import plain_name
 from .shards import accumulation_dtype, as_sharded
 from .tensor_store import load_tensors, stored_tensors
@@ -40,10 +40,9 @@ def take_residuals(averager: ModelAverager) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in averager.outer.anchors:
         param = averager.model.get_parameter(name)
-        local = _local(param)
         # An empty shard is in no bucket.
-        shard = owed.get(name, torch.zeros(local.numel(), dtype=accumulation_dtype(local.dtype), device=local.device))
-        found[plain_name(name)] = as_sharded(shard.view(local.shape), param)
+        shard = owed[name] if name in owed else _zeros(averager, param)
+        found[plain_name(name)] = as_sharded(shard.view(_local(param).shape), param)
     return found
 
 
@@ -59,7 +58,7 @@ def describe_residuals(averager: ModelAverager) -> dict[str, Any]:
     return {} if wire_format == "fp32" else {"wire_format": wire_format, "residuals": bool(averager.residuals)}
 
 
-def load_residuals(folder: Path, saved: Mapping[str, Any], averager: ModelAverager, place: Place) -> None:
+def load_residuals(folder: Path, saved: Mapping[str, Any], averager: ModelAverager) -> None:
     """
     Goes on with the residuals of a checkpoint. With as many groups, and whatever shards and replicas, nothing of what was
     owed is lost; with another number of groups they start at zero, and the log says so. Without communication.
@@ -71,24 +70,29 @@ def load_residuals(folder: Path, saved: Mapping[str, Any], averager: ModelAverag
             Its description.
         averager ([`ModelAverager`]):
             What averages the model.
-        place ([`Place`]):
-            This rank's.
 
     Raises:
         CheckpointError: If they cannot be read.
     """
+    if _goes_on(saved, averager):
+        own = folder / group_folder(averager.mesh.group_index)
+        averager.residuals.load(_read(own, averager))
+
+
+def _goes_on(saved: Mapping[str, Any], averager: ModelAverager) -> bool:
+    """Whether what the checkpoint says of residuals holds in this run; warns where something is lost."""
     stored = saved.get("outer") or {}
     then, now = stored.get("wire_format", "fp32"), averager.config.wire_format
     codec, main = find_codec(now), averager.mesh.is_main
     if main and then != now and saved["num_groups"] > 1:
         logger.warning("wire_format was changed since the checkpoint: %s (was %s).", now, then)
     if not stored.get("residuals"):
-        return
+        return False
     if codec is None or not codec.feeds_back:
         if main:
             logger.warning("wire_format=%s feeds no errors back: the residuals of the checkpoint are dropped.", now)
-        return
-    if saved["num_groups"] != place.layout.num_groups:
+        return False
+    if saved["num_groups"] != averager.mesh.layout.num_groups:
         if main:
             logger.warning(
                 "The residuals of wire_format=%s start at zero: those of the checkpoint are what each of its %d groups owed "
@@ -96,12 +100,16 @@ def load_residuals(folder: Path, saved: Mapping[str, Any], averager: ModelAverag
                 now,
                 saved["num_groups"],
             )
-        return
-    own = folder / group_folder(place.group_index)
+        return False
+    return True
+
+
+def _read(own: Path, averager: ModelAverager) -> dict[str, torch.Tensor]:
+    """This rank's shards of what its group owed, by name, from the group's folder. Without communication."""
     names = {RESIDUAL_PREFIX + plain_name(name): name for name in averager.outer.anchors}
     there = [entry for entry in stored_tensors(own) if entry.startswith(RESIDUAL_PREFIX)]
     foreign = [entry for entry in there if entry not in names]
-    if foreign and main:
+    if foreign and averager.mesh.is_main:
         logger.warning(
             "The residuals of %d parameters that this run does not average are dropped, first of %s.",
             len(foreign),
@@ -112,12 +120,17 @@ def load_residuals(folder: Path, saved: Mapping[str, Any], averager: ModelAverag
     for entry in there:
         if entry in names:
             param = averager.model.get_parameter(names[entry])
-            local = _local(param)
-            shard = torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=local.device)
-            owed[names[entry]] = shard
+            owed[names[entry]] = shard = _zeros(averager, param)
             wanted[entry] = as_sharded(shard, param)
     load_tensors(wanted, own)
-    averager.residuals.load(owed)
+    return owed
+
+
+def _zeros(averager: ModelAverager, param: torch.Tensor) -> torch.Tensor:
+    """A shard like a parameter's, where the outer state lives: a run that just fits on its device must fit when it resumes."""
+    local = _local(param)
+    device = torch.device("cpu") if averager.outer.memory.offload else local.device
+    return torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=device)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

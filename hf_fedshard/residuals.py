@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from .collectives import all_gather
-from .exchange import Bucket, ExchangePlan
+from .exchange_plan import Bucket, ExchangePlan
 from .outer_memory import OuterMemory
 
 

@@ -10,22 +10,23 @@ from torch import nn
 
 from . import guard
 from .advancing import AdvancingRounds
+from .anchors import SharedAnchors
 from .averaging import ModelAverager
-from .closing import Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
+from .closing import Asked, Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
 from .config import FederationConfig
 from .course import Course
 from .held import Held
 from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
-from .mesh import FederationMesh, Peers
+from .mesh import FederationMesh, OverlapPeers, Peers
 from .metrics import RoundMetrics, exchange_rows
 from .outcome import Outcome
 from .overlap import OverlappedAveraging
 from .periods import MeasuredRound
 from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
-from .slow_tier import SlowTier
 from .weights import group_weights
+from .wire_bytes import warn_of_padding
 
 
 class Rounds(AdvancingRounds):
@@ -75,16 +76,18 @@ class Rounds(AdvancingRounds):
         self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a" and mesh.layout.num_groups > 1:  # one group is plain training
             self.when_finished(freeze_first_factors(model, self.optimizers))
-        tier = self._find_tier()
+        tier = self._slow_tier()
         self.peers: Peers = mesh if tier is None else tier
         self._begin(one_model)
         self.averager = ModelAverager(model, self.peers, config, self.optimizers)
+        self._anchors = SharedAnchors(self.averager)
         self._parameter_ids = {id(param) for param in model.parameters()}
         self.course = Course(model, mesh, config, self.optimizers, num_training_steps)
         self.course.begin()
         self.overlap = None
         if config.overlap_steps and tier is not None:
             self.overlap = OverlappedAveraging(self.averager, tier, config)
+        warn_of_padding(self.averager, [None] if self.overlap is None else self.overlap.fragments)
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
             anchors = self.averager.outer.anchors
@@ -95,12 +98,11 @@ class Rounds(AdvancingRounds):
             self.when_finished(term.remove)
         guard.attach(self)
 
-    def _find_tier(self) -> SlowTier | None:
+    def _slow_tier(self) -> OverlapPeers | None:
         """The communicators that the settings ask for: a mesh may have some that were made for another federation."""
         config, mesh = self.config, self.mesh
-        if not isinstance(mesh, FederationMesh) or mesh.layout.num_groups == 1:
-            return None
-        if not config.overlap_steps and config.slow_backend is None:
+        assert isinstance(mesh, FederationMesh)
+        if mesh.layout.num_groups == 1 or (not config.overlap_steps and config.slow_backend is None):
             return None
         tier = mesh.find_slow_tier(config.slow_backend)
         assert tier is not None, (
@@ -137,10 +139,10 @@ class Rounds(AdvancingRounds):
 
         Returns:
             [`RoundMetrics`] or `None`: The metrics where a round ended, else `None`. With `overlap_steps` those of the last
-            round, where its outcome was taken in.
+            round, where its outcome was taken in; where a border takes in several, the others are their `earlier`.
         """
         if self.count_step(loss, tokens, samples) and self.needs_border:
-            return self.close().metrics
+            return self.close().report()
         border = self.advance()
         return None if border is None else border.metrics
 
@@ -150,9 +152,10 @@ class Rounds(AdvancingRounds):
         model is evaluated for the last time or saved.
 
         Returns:
-            [`RoundMetrics`] or `None`: The metrics of the last round, `None` if the model was at a border already.
+            [`RoundMetrics`] or `None`: The metrics of the last round, in their `earlier` those of a round that was in flight;
+            `None` if the model was at a border already.
         """
-        metrics = None if self.at_border else self.close().metrics
+        metrics = None if self.at_border else self.close().report()
         self.release()
         return metrics
 
@@ -183,9 +186,10 @@ class Rounds(AdvancingRounds):
         Closes the round: every group's parameters become their average. Collective over the world.
 
         Order on every rank: what is in flight, see [`OverlappedAveraging`], also of other federations on the same slow tier,
-        so that no other thread uses it; the small exchange of metrics and votes; one of weights if a function gives them,
-        then those of [`ModelAverager.average`]; then the period of the next round, if it is measured, and what its phase
-        needs. What is done depends only on values that all ranks have exchanged, so they stay together.
+        so that no other thread uses it; the small exchange of metrics and votes; that of anchors if those of the groups
+        differ; one of weights if a function gives them, then those of [`ModelAverager.average`]; then the period of the next
+        round, if it is measured, and what its phase needs. What is done depends only on values that all ranks have
+        exchanged, so they stay together.
 
         After synchronous steps the groups hold one model already: in place of the average stands the proof of that, and
         there is no outer step. Nor is there one of what has made its step in this round, beside the steps, or in a round
@@ -205,25 +209,24 @@ class Rounds(AdvancingRounds):
             FederationMismatchError: On every rank, if the groups made different numbers of steps or train different
                 parameters.
         """
-        votes, sums = dict(votes or {}), dict(sums or {})
+        asked = Asked(votes or {}, sums or {})
         if self.mesh.layout.num_groups == 1:
-            return self._close_alone(votes, sums)
+            return self._close_alone(asked)
         turn = self._turn()
         earlier, is_border = self._drain()
         self.averager.wait()
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
-            return self._border_as_it_is(earlier.pop(), votes, sums)
-        held = self.averager.collect()
+            return self._border_as_it_is(earlier.pop(), asked)
+        held = self.averager.tensors.collect()
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size
         bytes_sent = self.course.slow_bytes(held.parameter_bytes())
         seconds = self._tally.own_seconds()
         row = make_row(held, self._tally, self.steps, self._num_updates(), seconds, bytes_sent, group_size)
-        row.update({f"vote/{name}": float(cast) for name, cast in votes.items()})
-        row.update({f"sum/{name}": value for name, value in sums.items()})
-        rows, wait_seconds = exchange_rows(row, self.peers)
+        row.update({name: float(value) for name, value in self._anchors.row().items()})
+        rows, wait_seconds = exchange_rows(row | asked.row(), self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
         outcome = self._average(held, rows, turn)
@@ -247,30 +250,21 @@ class Rounds(AdvancingRounds):
         self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, drift))
         self._next_round()
         self.course.begin()
-        return Border(
-            metrics,
-            {name: any(rows[f"vote/{name}"]) for name in votes},
-            {name: sum(rows[f"sum/{name}"]) for name in sums},
-            tuple(earlier),
-        )
+        return Border(metrics, *asked.answers(rows), tuple(earlier))
 
-    def _border_as_it_is(self, border: Border, votes: Mapping[str, bool], sums: Mapping[str, float]) -> Border:
+    def _border_as_it_is(self, border: Border, asked: Asked) -> Border:
         """A border whose averaging was in flight; what is asked for now was not. Collective over the world if anything is."""
         self.averager.leave_out_frozen()
-        values = {**{f"vote/{name}": float(cast) for name, cast in votes.items()}, **sums}
-        rows = exchange_rows(values, self.peers)[0] if values else {}
-        return Border(
-            border.metrics,
-            {name: any(rows[f"vote/{name}"]) for name in votes},
-            {name: sum(rows[name]) for name in sums},
-            (border,),
-        )
+        row = asked.row()
+        rows = exchange_rows(row, self.peers)[0] if row else {}
+        return Border(border.metrics, *asked.answers(rows), (border,))
 
     def _average(self, held: Held, rows: Rows, turn: Collection[str] | None) -> Outcome:
         if self.course.holds_one_model(held.shards):
             return self.averager.take_as_it_is(held, left_out(rows))
+        self._anchors.unify(rows, self.round + 1)
         excluded = left_out(rows)
-        # Without a step since the last averaging there is nothing to weigh by.
+        # Without a counted step, after fragments or in the middle of the first one, there is nothing to weigh by.
         rule = self.config.group_weights if self.steps else "uniform"
         weights = group_weights(rule, rows, excluded, self.peers)
         with_moments = moments_agree(rows, self.peers, self.round + 1)
@@ -280,9 +274,9 @@ class Rounds(AdvancingRounds):
         """Whether an optimizer steps parameters that this object averages."""
         return any(id(param) in self._parameter_ids for group in optimizer.param_groups for param in group["params"])
 
-    def _close_alone(self, votes: dict[str, bool], sums: dict[str, float]) -> Border:
+    def _close_alone(self, asked: Asked) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
         metrics = metrics_alone(self._tally, self.round + 1, self.steps, self.mesh.layout.group_size)
         self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
         self._next_round()
-        return Border(metrics, votes, sums)
+        return Border(metrics, dict(asked.votes), dict(asked.sums))

@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerState
+from transformers.utils import logging
 
+from .config import FederationConfig
 from .metrics import RoundMetrics
 from .rounds import Border, Rounds
+
+
+logger = logging.get_logger(__name__)
 
 
 class RoundReports:
@@ -122,3 +127,35 @@ class RoundReports:
     def _train_losses(self) -> torch.Tensor:
         """Sum of this rank's training losses since Trainer last logged, left on the device."""
         return self.trainer._tr_loss.detach().clone()
+
+
+def warn_of_few_borders(trainer: Trainer, config: FederationConfig, period: int) -> None:
+    """
+    Says at the beginning of a run if its groups will hardly be averaged, on one rank.
+
+    Args:
+        trainer (`Trainer`):
+            The Trainer.
+        config ([`FederationConfig`]):
+            The settings.
+        period (`int`):
+            H of the first round.
+    """
+    max_steps = trainer.state.max_steps
+    if not trainer.is_world_process_zero():
+        return
+    synchronous = config.sync_steps_at_start + config.sync_steps_at_end
+    if synchronous >= max_steps:
+        logger.warning(
+            "sync_steps_at_start=%d and sync_steps_at_end=%d are all of the %d steps of this run: it is synchronous "
+            "throughout.",
+            config.sync_steps_at_start,
+            config.sync_steps_at_end,
+            max_steps,
+        )
+    elif period > max_steps - synchronous:
+        logger.warning(
+            "sync_every=%s is more than the %d federated steps of this run: the groups are averaged once, at their end.",
+            config.sync_every,
+            max_steps - synchronous,
+        )

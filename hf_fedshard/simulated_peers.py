@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +14,7 @@ from .collectives import InMemoryGroup, Reduction
 from .layout import FederationLayout
 
 
+T = TypeVar("T")
 _COMBINE: dict[Reduction, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -133,6 +136,39 @@ class Alone(InMemoryGroup):
         whole.copy_(part)
 
 
+class AtOnce:
+    """
+    In the place of the thread of the slow tier: an averaging is done where it is started, by all groups together, and what came
+    of it lies ready until it is due.
+
+    That is the averaging beside the steps to the bit. It works on snapshots, and what else it reads, the anchors of what it
+    averages, changes only where outcomes are taken in: its own, and at a border, by which time it has ended in processes too.
+
+    Args:
+        device (`torch.device`):
+            Where the models live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """
+        Does a job, without gradients.
+
+        Args:
+            job (`Callable`):
+                Meets the jobs of the other groups, in their threads.
+
+        Returns:
+            `Future`: Done. An exception of the job is raised here, so that the caller can let the others go.
+        """
+        future: Future[T] = Future()
+        with torch.no_grad():
+            future.set_result(job())
+        return future
+
+
 @dataclass(frozen=True)
 class SimulatedPeers:
     """
@@ -155,6 +191,16 @@ class SimulatedPeers:
     device: torch.device
     replicate: None = None
     in_process: bool = True
+
+    @property
+    def worker(self) -> AtOnce:
+        """Averages beside the steps."""
+        return AtOnce(self.device)
+
+    @property
+    def host(self) -> SimulatedPeers:
+        """These: there is no kernel that waits for others."""
+        return self
 
     @property
     def group_index(self) -> int:

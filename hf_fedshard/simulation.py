@@ -10,14 +10,16 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .config import FederationConfig
+from .handshake import FederationMismatchError
 from .layout import FederationLayout
 from .lora import check_adapters
+from .mesh import OverlapPeers
 from .metrics import RoundMetrics
 from .rounds import Border, Rounds
 from .selection import Selection
@@ -25,11 +27,18 @@ from .simulated_gradients import SimulatedGradients, average_gradients
 from .simulated_peers import Alone, InMemoryPeer, Meeting, SimulatedPeers
 
 
+T = TypeVar("T")
+
+
 class _SimulatedRounds(Rounds):
     """Rounds of a group that was copied from the others, so that nothing has to be agreed upon."""
 
     def _begin(self, one_model: bool) -> None:
         pass
+
+    def _slow_tier(self) -> OverlapPeers:
+        peers: Any = self.mesh
+        return peers
 
 
 @dataclass
@@ -73,7 +82,10 @@ class Simulation:
     A federation in one process. Each group trains when the loop says so; at a border the groups meet, in threads, and run
     what processes run: weights, averages, moments, outer step. Between processes sums may be rounded in another order.
 
-    Takes the memory of G models and optimizers, and of the outer state G times.
+    With `overlap_steps` they meet where an averaging starts, and each takes its outcome in when it is due: what a delay, the
+    alpha and fragments cost in loss can be studied, while times are those of a process that does one thing after another.
+
+    Takes the memory of G models and optimizers, and of the outer state and the snapshots G times.
 
     Args:
         model (`nn.Module`):
@@ -122,7 +134,7 @@ class Simulation:
         size = num_groups or config.num_groups
         if size is None or size < 2:
             raise ValueError(f"A simulation needs at least 2 groups, but num_groups is {size!r}.")
-        _check_periods(config)
+        _check_settings(config)
         selection = Selection(config)
         selection.check(model)
         check_adapters(model, config.lora_average, selection)
@@ -171,21 +183,37 @@ class Simulation:
 
     def step(self) -> RoundMetrics | None:
         """
-        To be called when every group has made a step: averages them if the round is over.
+        To be called when every group has made a step: averages them if the round is over. With `overlap_steps` it starts and
+        takes in what is due.
 
         Returns:
-            [`RoundMetrics`] or `None`: The metrics where a round ended.
+            [`RoundMetrics`] or `None`: The metrics where a round ended, or its outcome was taken in, as of [`Rounds.step`].
+
+        Raises:
+            FederationMismatchError: If the groups have made different numbers of steps, where they are averaged.
         """
-        return self.close().metrics if any(group.rounds.is_due for group in self.groups) else None
+        rounds = [group.rounds for group in self.groups]
+        if any(each.is_due and each.needs_border for each in rounds):
+            return self.close().report()
+        if not any(each.has_to_advance for each in rounds):
+            return None
+        steps = [each.course.num_steps for each in rounds]
+        if len(set(steps)) > 1:  # the first to be averaged would wait for the others
+            raise FederationMismatchError(
+                f"The groups have made different numbers of optimizer steps: {steps} in group 0, 1, .... Call `step()` when "
+                "each of them has made one."
+            )
+        border = self._together(lambda group: group.rounds.advance())[0]
+        return None if border is None else border.report()
 
     def finish(self) -> RoundMetrics | None:
         """
         Averages the last round even if it is short.
 
         Returns:
-            [`RoundMetrics`] or `None`: Its metrics, `None` if the groups are at a border.
+            [`RoundMetrics`] or `None`: Its metrics, as of [`Rounds.finish`]; `None` if the groups are at a border.
         """
-        metrics = None if self.at_border else self.close().metrics
+        metrics = None if self.at_border else self.close().report()
         for group in self.groups:
             group.rounds.release()
         return metrics
@@ -201,32 +229,33 @@ class Simulation:
         Returns:
             [`Border`]: What group 0 saw.
         """
+        return self._together(lambda group: group.rounds.close(sums=sums))[0]
+
+    def _together(self, call: Callable[[SimulatedGroup], T]) -> list[T]:
+        """Has something done by all groups at once, each in a thread, since they wait for each other in it."""
         self._meeting.barrier.reset()
 
-        def closed(group: SimulatedGroup) -> Border:
+        def called(group: SimulatedGroup) -> T:
             try:
-                return group.rounds.close(sums=sums)
+                return call(group)
             except BaseException:
                 # The others would wait for this one.
                 self._meeting.barrier.abort()
                 raise
 
         with ThreadPoolExecutor(len(self.groups)) as pool:
-            futures = [pool.submit(closed, group) for group in self.groups]
+            futures = [pool.submit(called, group) for group in self.groups]
         errors = [error for future in futures if (error := future.exception()) is not None]
         # A broken barrier follows from another group's error.
         causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
         if errors:
             raise (causes or errors)[0]
-        return futures[0].result()
+        return [future.result() for future in futures]
 
 
-def _check_periods(config: FederationConfig) -> None:
-    if config.overlap_steps or config.slow_backend:
-        raise ValueError(
-            f"A simulation averages in memory, between two steps: overlap_steps={config.overlap_steps}, slow_backend="
-            f"{config.slow_backend!r}. Leave both unset."
-        )
+def _check_settings(config: FederationConfig) -> None:
+    if config.slow_backend:
+        raise ValueError(f"A simulation averages in memory: leave slow_backend={config.slow_backend!r} unset.")
     if config.sync_every == "auto":
         raise ValueError(
             "sync_every='auto' follows the time that steps and averagings take, and a simulation takes another one. Give "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .averaging import ModelAverager
-from .exchange import ExchangePlan
+from .exchange_plan import ExchangePlan
 from .held import Held
 from .shards import accumulation_dtype, all_finite, local_shards, persistent_buffers, reshard
 
@@ -101,14 +101,14 @@ class Snapshots:
         """
         averager = self.averager
         reshard(averager.model)
-        averager.note_trainable()
-        everything = averager.averaged_shards()
+        averager.trained.note_trainable()
+        everything = averager.trained.averaged_shards()
         shards = {name: shard for name, shard in everything.items() if names is None or name in names}
         target = self._storage(part, shards)
         if shards:
             torch._foreach_copy_(list(target.values()), list(shards.values()), non_blocking=True)
         buffers = persistent_buffers(averager.model) if with_buffers else {}
-        besides = averager.checked_besides(everything, buffers) if with_buffers else []
+        besides = averager.trained.checked_besides(everything, buffers) if with_buffers else []
         return Snapshot(
             shards=target,
             means={name: self._room(shard) for name, shard in shards.items()},
@@ -116,9 +116,9 @@ class Snapshots:
             buffers={name: buffer.clone() for name, buffer in buffers.items()},
             mean_buffers={name: torch.empty_like(buffer) for name, buffer in buffers.items()},
             besides=[torch.linalg.vector_norm(tensor, ord=float("inf")) for tensor in besides if _has_floats(tensor)],
-            plans=averager.parameter_plans(target, part),
-            problems=averager.strays(),
-            copies=averager.copies(shards),
+            plans=averager.tensors.parameter_plans(target, part),
+            problems=averager.trained.strays(),
+            copies=averager.tensors.copies(shards),
             ready=self._record(),
         )
 
@@ -169,7 +169,7 @@ class Snapshots:
         """
         averager = self.averager
         reshard(averager.model)
-        shards = local_shards(averager.model)
+        shards = local_shards(averager.model, plain=averager.mesh.in_process)
         plain = averager.outer.optimizer is None
         new = snapshot.means if plain else averager.outer.anchors
         for names in self._turns(snapshot, shards, new):

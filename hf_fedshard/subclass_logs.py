@@ -2,11 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from transformers import Trainer
+
+
+class SubclassLogs:
+    """
+    Makes what a subclass of Trainer adds to a log one of all ranks, where all of them are logging.
+
+    Args:
+        trainer (`Trainer`):
+            The Trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._given_logs: frozenset[str] | None = None
+        self._all_ranks_log = False
+
+    @contextlib.contextmanager
+    def of_all_ranks(self, all_ranks_log: bool) -> Iterator[None]:
+        """
+        While Trainer logs, evaluates and saves what is due.
+
+        Args:
+            all_ranks_log (`bool`):
+                Whether a log from here is one of all ranks; inside a round there is none.
+        """
+        self._all_ranks_log = all_ranks_log
+        try:
+            yield
+        finally:
+            self._all_ranks_log = False
+
+    @contextlib.contextmanager
+    def added_to(self, logs: Mapping[str, Any]) -> Iterator[None]:
+        """
+        While the subclass logs.
+
+        Args:
+            logs (`Mapping[str, Any]`):
+                What it is given.
+        """
+        if self._all_ranks_log and adds_to_logs(self.trainer):
+            self._given_logs = frozenset(logs)
+        try:
+            yield
+        finally:
+            self._given_logs = None
+
+    def average(self, logs: dict[str, Any], history: list[dict[str, Any]]) -> None:
+        """
+        To be called before callbacks see a log. Collective over the world where all ranks are logging.
+
+        Args:
+            logs (`dict[str, Any]`):
+                The log, changed in place.
+            history (`list[dict[str, Any]]`):
+                Trainer's, which has a copy already.
+        """
+        if self._given_logs is not None:
+            averaged = average_over_ranks(logs, self._given_logs)
+            for each in (logs, history[-1]):
+                each.update(averaged)
 
 
 def adds_to_logs(trainer: Trainer) -> bool:

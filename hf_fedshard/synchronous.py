@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import all_reduce
 from .counters import counters_of, exchange_counts, settle_counters
-from .exchange import plan_exchange, run_exchange
+from .exchange import run_exchange
+from .exchange_plan import plan_exchange
 from .initial import hold_the_same_bits
 from .mesh import FederationMesh, Peers
 from .metrics import exchange_rows

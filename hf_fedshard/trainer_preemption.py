@@ -12,20 +12,16 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerControl, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer, TrainerControl
 
-from .config import FederationConfig
-from .group_checkpoint import save_part
-from .model_files import gather_adapters, write_model_files
-from .outer_checkpoint import take_outer_state
-from .parts import describe_course
+from .checkpointed_run import CheckpointedRun
+from .jit_checkpoint import take_out_jit_checkpoint
 from .preemption import Preemption, TrainingPreempted
 from .rounds import Rounds
+from .scheduled_requests import epoch_is_whole
 from .seams import Patches, check_attribute, check_seam
 from .signals import TerminationSignal, shield_workers
-from .trainer_checkpoint import TrainerCheckpoints
+from .trainer_part import save_trainer_part
 
 
 logger = logging.getLogger(__name__)
@@ -53,26 +49,22 @@ class TrainerPreemption:
     the ends of steps look at it.
 
     Args:
-        trainer (`Trainer`):
-            The instance, with `enable_jit_checkpoint=True`.
-        checkpoints ([`TrainerCheckpoints`]):
-            Its checkpoints.
-        config ([`FederationConfig`]):
-            Its settings.
+        run ([`CheckpointedRun`]):
+            What its checkpoints know of the run; its Trainer has `enable_jit_checkpoint=True`.
 
     Raises:
         UpstreamChangedError: If a method to be replaced is not as expected.
     """
 
-    def __init__(self, trainer: Trainer, checkpoints: TrainerCheckpoints, config: FederationConfig) -> None:
+    def __init__(self, run: CheckpointedRun) -> None:
         for name, parameters in SEAMS.items():
             check_seam(Trainer, name, parameters)
         for attribute in ("current_flos", "hp_search_backend"):
-            check_attribute(trainer, attribute)
-        self.trainer: Any = trainer
-        self.checkpoints = checkpoints
-        self.place = checkpoints.place
-        self.config = config
+            check_attribute(run.trainer, attribute)
+        self.run = run
+        self.trainer: Any = run.trainer
+        self.place = run.place
+        self.config = run.config
         self.leaving = False
         """Whether everything is saved: nothing may be averaged, evaluated or saved any more."""
         self.due = False
@@ -87,7 +79,7 @@ class TrainerPreemption:
 
     def install(self) -> None:
         """Replaces the methods. Call once, after those of the checkpoints."""
-        _take_out_jit_checkpoint(self.trainer)
+        take_out_jit_checkpoint(self.trainer)
         self._patches.replace(self.trainer, "train", self._train)
         self._patches.replace(self.trainer, "_save_checkpoint", self._save_checkpoint)
         for name in LOADERS:
@@ -153,7 +145,7 @@ class TrainerPreemption:
                 Trainer's, at a border, the same on all ranks.
         """
         self.due = True
-        self.checkpoints.pending_evaluation = control.should_evaluate
+        self.run.pending_evaluation = control.should_evaluate
         control.should_save, control.should_evaluate = True, False
 
     def leave_border(self) -> NoReturn:
@@ -176,33 +168,7 @@ class TrainerPreemption:
                 Whether no step was made since the run was resumed. Starting the data loader has drawn random numbers, and
                 will again.
         """
-        trainer, state = self.trainer, self.trainer.state
-        if untouched:
-            trainer._load_rng_state(str(self.checkpoints.resumed_from))
-        # All groups know the step of the last border, and no checkpoint of a border has the number after it.
-        name = f"checkpoint-{state.global_step - rounds.steps + 1}"
-        final = Path(trainer._get_output_dir(trial=None)) / name
-        description = {
-            "round": rounds.round,
-            "global_step": state.global_step,
-            **describe_course(self.config, state.max_steps),
-        }
-        adapters = gather_adapters(trainer.model)
-        leads = self.place.group.rank() == 0
-
-        def write_more(folder: Path) -> None:
-            trainer._save_rng_state(str(folder))
-            if leads:
-                write_model_files(trainer.model, folder, adapters)
-                if trainer.processing_class is not None:
-                    trainer.processing_class.save_pretrained(str(folder))
-                _note_callbacks(trainer)
-                state.save_to_json(str(folder / TRAINER_STATE_NAME))
-
-        state_of_group = self.checkpoints.group_state()
-        outer = take_outer_state(rounds.averager, inside=True)
-        save_part(final, trainer.model, state_of_group, self.place, description, progress, write_more, outer)
-        self._leave(final)
+        self._leave(save_trainer_part(self.run, rounds, progress, untouched))
 
     def _leave(self, checkpoint: Path) -> NoReturn:
         trainer = self.trainer
@@ -272,17 +238,6 @@ class TrainerPreemption:
         return maybe_log_save_evaluate
 
 
-def epoch_is_whole(state: TrainerState) -> bool:
-    """
-    Whether the step that was made last is the last one of its epoch, so that `on_epoch_end` comes after it.
-
-    Args:
-        state (`TrainerState`):
-            Trainer's, at the end of a step.
-    """
-    return float(state.epoch or 0).is_integer()
-
-
 def _with_shielded_workers(original: Method) -> Method:
     def get_dataloader(*args: Any, **kwargs: Any) -> Any:
         dataloader = original(*args, **kwargs)
@@ -290,33 +245,6 @@ def _with_shielded_workers(original: Method) -> Method:
         return dataloader
 
     return get_dataloader
-
-
-def _take_out_jit_checkpoint(trainer: Any) -> None:
-    """Removes Trainer's callback, and its signal handler, which starts a timer that the callback would wait for."""
-    import signal
-
-    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-
-    for callback in list(trainer.callback_handler.callbacks):
-        if isinstance(callback, JITCheckpointCallback):
-            trainer.callback_handler.remove_callback(callback)
-            manager = callback.jit_manager
-            if manager is not None and signal.getsignal(signal.SIGTERM) == manager._sigterm_handler:
-                previous = manager._original_sigterm_handler
-                signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-
-def _note_callbacks(trainer: Any) -> None:
-    """The states of callbacks, where `_save_checkpoint` keeps them."""
-    stored = trainer.state.stateful_callbacks
-    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(callback, ExportableState):
-            name = type(callback).__name__
-            if isinstance(stored.get(name), list):
-                stored[name].append(callback.state())
-            else:
-                stored[name] = callback.state()
 
 
 def _end_process_groups() -> None:

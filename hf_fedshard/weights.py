@@ -76,16 +76,21 @@ def find_weight_function(weights: str | WeightFunction) -> WeightFunction | None
     )
 
 
-def count_batch(batch: Any, with_tokens: bool = True) -> tuple[int, int | None]:
+def count_batch(batch: Any, exactly: bool = True, shifts_labels: bool = True) -> tuple[int, int | None]:
     """
-    Samples and tokens of a batch: tokens are positions with a label, but the first of each sample, which a causal model
-    does not predict; or, without labels, positions.
+    Samples and tokens of a batch. Tokens are positions with a label that the loss counts; or, without labels, positions.
+
+    A collator that pads nothing (`DataCollatorWithFlattening`, `padding_free` of TRL) puts all samples into one row, without
+    an `attention_mask`: there `position_ids` tell them apart, which begin anew with each.
 
     Args:
         batch (`Any`):
             What a data loader gave.
-        with_tokens (`bool`, defaults to `True`):
-            Whether tokens are counted. Counting labels waits for the device.
+        exactly (`bool`, defaults to `True`):
+            Whether tokens are counted, and samples inside a row. Looking into labels and positions waits for the device.
+        shifts_labels (`bool`, defaults to `True`):
+            Whether the loss takes a label as that of the position before it, as causal models do: then nothing predicts the
+            first one of a row. Encoder-decoder and masked models count all.
 
     Returns:
         `tuple[int, int | None]`: Samples, and tokens; `None` where there are none to count.
@@ -93,14 +98,28 @@ def count_batch(batch: Any, with_tokens: bool = True) -> tuple[int, int | None]:
     tensors = [value for value in batch.values() if hasattr(value, "shape") and value.ndim] if _is_dict(batch) else []
     if not tensors:
         return 0, None
-    if not with_tokens:
+    if not exactly:
         return len(tensors[0]), None
     labels = batch.get("labels")
+    samples = _samples_in_rows(batch)
     if labels is not None and getattr(labels, "ndim", 0) > 1:
-        # As the loss of a causal model counts them: nothing predicts the first position.
-        return len(labels), int((labels[:, 1:] != -100).sum())
+        shifted = batch.get("shift_labels")
+        if shifted is None:
+            shifted = labels[:, 1:] if shifts_labels else labels
+        return samples or len(labels), int((shifted != -100).sum())
     tokens = batch.get("input_ids")
-    return len(tensors[0]), None if tokens is None else tokens.numel()
+    return samples or len(tensors[0]), None if tokens is None else tokens.numel()
+
+
+def _samples_in_rows(batch: Any) -> int | None:
+    """Of a batch whose rows hold several: runs of positions, of two at least, since padding counts none."""
+    positions = batch.get("position_ids")
+    if "attention_mask" in batch or getattr(positions, "ndim", 0) != 2:
+        return None
+    goes_on = positions[:, 1:] == positions[:, :-1] + 1
+    begins = goes_on.clone()
+    begins[:, 1:] &= ~goes_on[:, :-1]
+    return int(begins.sum())
 
 
 def _is_dict(batch: Any) -> bool:

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
 from clm_arguments import MODELS_FOLDER
 from hf_fedshard import FederatedParallelismConfig, FederationConfig
-from hf_fedshard.exchange import plan_exchange
+from hf_fedshard.exchange_plan import plan_exchange
 from hf_fedshard.shards import local_shards
 from recipe_arguments import read_args_file
 

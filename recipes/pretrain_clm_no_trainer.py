@@ -22,7 +22,7 @@ from clm_arguments import DataArguments, ModelArguments
 from clm_data import collate_blocks, pack
 from clm_metrics import sequence_losses
 from clm_tokenizer import load_tokenizer
-from hf_fedshard import FederatedFSDPPlugin, Rounds, shutdown
+from hf_fedshard import FederatedFSDPPlugin, RoundMetrics, Rounds, shutdown
 from loop_arguments import LoopArguments, parse_arguments
 from pretrain_clm import make_model
 from recipe_arguments import FederationArguments
@@ -139,12 +139,28 @@ def train(
             metrics = fedavg.step(mean_loss, tokens=tokens) if fedavg is not None else None
             losses, tokens = [], 0
             if metrics is not None:
-                accelerator.print(f"step {step}: {json.dumps(metrics.as_logs())}")
+                report(accelerator, step, metrics)
                 if args.checkpointing_rounds and metrics.round % args.checkpointing_rounds == 0:
                     accelerator.save_state()
             if step >= args.max_train_steps:
                 break
         epoch, skipped = epoch + 1, 0
+
+
+def report(accelerator: Accelerator, step: int, metrics: RoundMetrics) -> None:
+    """
+    Prints what came of a round, and of those that were taken in with it.
+
+    Args:
+        accelerator (`Accelerator`):
+            The accelerator.
+        step (`int`):
+            Optimizer steps so far.
+        metrics (`RoundMetrics`):
+            From `fedavg.step()` or `fedavg.finish()`.
+    """
+    for each in (*metrics.earlier, metrics):
+        accelerator.print(f"step {step}: {json.dumps(each.as_logs())}")
 
 
 def load_blocks(
@@ -192,7 +208,9 @@ def main() -> None:
     fedavg = plugin.federate(accelerator, model) if plugin is not None else None
     train(accelerator, prepared, fedavg, args)
     if fedavg is not None:
-        fedavg.finish()
+        metrics = fedavg.finish()
+        if metrics is not None:
+            report(accelerator, args.max_train_steps, metrics)
 
     output = Path(args.output_dir)
     if eval_blocks is not None:

@@ -9,6 +9,7 @@ so many steps and models of so many millions of parameters, `runs 400 1M` say.
 import dataclasses
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,10 +69,23 @@ class Row:
     @property
     def error(self) -> float | None:
         """Standard error of the mean; `None` with one seed."""
-        number = len(self.losses)
-        if number < 2:
-            return None
-        return math.sqrt(sum((loss - self.loss) ** 2 for loss in self.losses) / (number - 1) / number)
+        return standard_error(self.losses)
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """
+    Standard error of a mean.
+
+    Args:
+        values (`Sequence[float]`):
+            What the mean is of.
+
+    Returns:
+        `float` or `None`: `None` of a single value, and where one is not finite.
+    """
+    if len(values) < 2 or not all(math.isfinite(value) for value in values):
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def merge_seeds(results: Iterable[Result]) -> list[Row]:
@@ -131,6 +145,25 @@ def above(row: Row, baseline: Row) -> float:
     return sum(row.by_seed[seed] for seed in both) / sum(baseline.by_seed[seed] for seed in both) - 1
 
 
+def error_above(row: Row, baseline: Row) -> float | None:
+    """
+    Standard error of [`above`]: of the ratios of the seeds that both have run.
+
+    Args:
+        row ([`Row`]):
+            A setting.
+        baseline ([`Row`]):
+            The tuned synchronous run.
+
+    Returns:
+        `float` or `None`: `None` for the baseline itself, and with fewer than two seeds.
+    """
+    if row is baseline:
+        return None
+    both = row.by_seed.keys() & baseline.by_seed.keys()
+    return standard_error([row.by_seed[seed] / baseline.by_seed[seed] for seed in both])
+
+
 def front(rows: Sequence[Row], baseline: Row) -> list[Row]:
     """
     The settings that no other one beats in both loss and bytes, from the most bytes to the fewest.
@@ -173,7 +206,7 @@ def table_of_front(rows: Sequence[Row]) -> list[str]:
     baseline = best_synchronous(rows)
     same = [row for row in rows if row.setting.num_groups == baseline.setting.num_groups]
     lines = [
-        [f"{1 - row.share:.0%}", _percent(above(row, baseline)), _name(row), f"{row.setting.learning_rate:g}"]
+        [f"{1 - row.share:.0%}", _above(row, baseline), _name(row), f"{row.setting.learning_rate:g}"]
         for row in front(same, baseline)
     ]
     return _table(["slow-tier bytes saved", "above synchronous", "setting", "learning rate"], lines)
@@ -250,7 +283,7 @@ def _values(row: Row, baseline: Row) -> list[str]:
         f"{row.setting.learning_rate:g}",
         _perplexity(row.loss),
         f"{row.loss:.3f}{error}" if math.isfinite(row.loss) else "diverged",
-        _percent(above(row, baseline)),
+        _above(row, baseline),
         f"{row.share:.1%}",
         str(len(row.losses)),
     ]
@@ -262,6 +295,11 @@ def _perplexity(loss: float) -> str:
 
 def _percent(value: float) -> str:
     return f"{value:+.1%}" if math.isfinite(value) else "diverged"
+
+
+def _above(row: Row, baseline: Row) -> str:
+    error = error_above(row, baseline)
+    return _percent(above(row, baseline)) + ("" if error is None else f" ± {100 * error:.1f}")
 
 
 def _bold(text: str, on: bool) -> str:

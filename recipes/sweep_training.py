@@ -16,7 +16,7 @@ from clm_arguments import DataArguments, ModelArguments
 from clm_data import pack
 from clm_metrics import sequence_losses
 from clm_tokenizer import load_tokenizer
-from hf_fedshard import Simulation
+from hf_fedshard import RoundMetrics, Simulation
 from recipe_data import load_rows
 from sweep_settings import Result, Setting
 
@@ -249,11 +249,10 @@ class Run:
                 self._step(group.model, group.optimizer, scheduler)
                 group.count_step(losses[group.index])
             metrics = simulation.step()
-            sent += metrics.bytes_sent if metrics is not None else 0
+            sent += _bytes_sent(metrics)
             self._losses.append(sum(losses) / len(losses))
             tell(step + 1, self._losses[-1])
-        metrics = simulation.finish()
-        return sent + (metrics.bytes_sent if metrics is not None else 0)
+        return sent + _bytes_sent(simulation.finish())
 
     def _make_optimizer(self, parameters: Any) -> tuple[torch.optim.Optimizer, Any]:
         setting = self.setting
@@ -271,3 +270,8 @@ class Run:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+
+
+def _bytes_sent(metrics: RoundMetrics | None) -> int:
+    """Of a round, and of those that were taken in with it."""
+    return 0 if metrics is None else sum(each.bytes_sent for each in (*metrics.earlier, metrics))

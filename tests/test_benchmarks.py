@@ -6,23 +6,29 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from benchmarks import report, statistics, two_tier
+from benchmarks.contenders import Contender, make_contender
 from benchmarks.launcher import LaunchError, make_env, run_side_by_side
 from benchmarks.network import parse_counters
 from benchmarks.own_time import OwnClock, shares_inside_rounds
-from benchmarks.records import Records, rounds_done
+from benchmarks.records import EVALUATED, Records, rounds_done
 from benchmarks.results import Results
 from benchmarks.targets import TARGETS
 from benchmarks.turns import rates_of_rounds
 from benchmarks.variants import CEILING, VARIANTS, Variant, choose, unavailable
-from benchmarks.workload import Batches, Workload, make_model
+from benchmarks.workload import Batches, Blocks, Workload, make_model
+from benchmarks.world import World
+from hf_fedshard.shards import local_shards
+from tests.harness.pool import WorkerPool
 
 
 def turn(variant: str, cycle: int, *speeds: float, session: str = "a", rate: int = 50, **more: Any) -> dict[str, Any]:
@@ -167,6 +173,7 @@ def test_choice_of_variants() -> None:
     [
         ("--rounds 0", "--rounds is at least 1"),
         ("--turn_seconds 0", "--turn_seconds is positive"),
+        ("--learning_seeds 0", "--learning_seeds is at least 1"),
         ("--eval_every 12", "no multiple of --sync_every=8"),
         ("--rates 0", "at least 1, got 0"),
         ("--variants int5", "no variant int5"),
@@ -203,6 +210,21 @@ def test_failed_world_is_told(tmp_path: Path) -> None:
         )
 
 
+def learned(variant: str, seed: int, steps: list[int], losses: list[float], **more: Any) -> dict[str, Any]:
+    record = {
+        "variant": variant,
+        "seed": seed,
+        "session": "a",
+        "evaluated": EVALUATED,
+        "steps": steps,
+        "step_tokens": 1024,
+        "losses": losses,
+        "num_averagings": None if variant == "fsdp" else steps[-1] // 8,
+        "seconds": 1,
+    }
+    return record | more
+
+
 def folder_of_results(folder: Path) -> Path:
     """An output folder with round figures: the ceiling trains 1024 tokens a second, a round of 8 steps takes it 8 s."""
     records = Records(folder)
@@ -218,8 +240,7 @@ def folder_of_results(folder: Path) -> Path:
         records.append("turns", turn("fp32", cycle, 512.0, 512.0, **blocking))
     records.append("turns", turn(CEILING, 3, 1024.0, 1024.0))
     for name, losses, steps in (("fsdp", [7.0, 6.0], [0, 64]), ("fp32", [7.0, 6.0, 5.0], [0, 64, 128])):
-        curve = {"variant": name, "session": "a", "steps": steps, "step_tokens": 1024, "losses": losses, "seconds": 1}
-        records.append("learning", curve)
+        records.append("learning", learned(name, 0, steps, losses))
     records.append("memory", {"variant": "fp32", "shape": "2x2", "session": "a", "peak_bytes": 123_000_000})
     records.append("own_time", {"way": "Trainer", "session": "a", "shares": [0.001, 0.002, 0.003]})
     records.append("unavailable", {"variant": "int8", "reason": "no setting wire_format"})
@@ -258,7 +279,56 @@ def test_report(tmp_path: Path) -> None:
     assert "- `int8`: no setting wire_format" in text
     # Equal tokens: 64 steps of both. Equal seconds: the shorter of the curves, 131072 tokens at 512 a second.
     assert "| variant | loss after 65536 tokens | after 256 s at 50 Mbit/s |" in text
-    assert "| FSDP2 over all ranks | 6.0000 | 6.8750 |" in text
+    assert "| FSDP2 over all ranks | 6.0000 | 6.8750 | 6.0000 | 64 | - | 1 |" in text
+    assert "| ours, fp32, blocking | 6.0000 | 5.0000 | 5.0000 | 128 | 16 | 1 |" in text
+    assert f"Evaluated: {EVALUATED}" in text
+
+
+def excess(folder: Path, runs: dict[str, dict[int, float]]) -> dict[str, Any]:
+    """The target of int8 after runs that ended with these losses, by variant and seed."""
+    (folder / "learning.jsonl").unlink()
+    for name, losses in runs.items():
+        for seed, loss in losses.items():
+            Records(folder).append("learning", learned(name, seed, [0, 256], [7.0, loss]))
+    content = report.write_report(folder)
+    return next(row for row in content["targets"] if row["what"].startswith("int8, overlapped"))
+
+
+def test_a_difference_within_its_error_is_not_resolved(tmp_path: Path) -> None:
+    folder = folder_of_results(tmp_path)
+    fp32 = {0: 5.0, 1: 5.1, 2: 4.9}
+    row = excess(folder, {"fp32": {0: 5.0}, "int8_overlap": {0: 5.0}})
+    assert (row["value"], row["error"], row["reached"]) == (0.0, None, None)
+    text = (tmp_path / "results.md").read_text()
+    assert "0.000 % | not resolvable with these runs | 5.0000 / 5.0000 after 256 steps, 1 seed |" in text
+
+    # 1 % apart, always: the seeds move both alike.
+    row = excess(folder, {"fp32": fp32, "int8_overlap": {seed: 1.01 * loss for seed, loss in fp32.items()}})
+    assert (row["value"], row["reached"]) == (pytest.approx(1.0), False)
+    assert row["error"] == pytest.approx(0.0, abs=1e-9)
+
+    # +1 %, -1 %, +0.3 %: a standard deviation of 1.015 %, so a target of 0.2 % is finer than these runs.
+    scattered = {0: 5.0 * 1.01, 1: 5.1 * 0.99, 2: 4.9 * 1.003}
+    row = excess(folder, {"fp32": fp32, "int8_overlap": scattered})
+    assert (row["value"], row["reached"]) == (pytest.approx(0.1), None)
+    assert row["error"] == pytest.approx((1.03 / 3) ** 0.5)
+    text = (tmp_path / "results.md").read_text()
+    assert "0.100 ± 0.586 % | not resolvable with these runs | 5.0046 / 5.0000 after 256 steps, 3 seeds |" in text
+    # In the table of losses the scatter is that of each variant.
+    assert "| ours, fp32, blocking | 5.0000 ± 0.0577 |" in text
+
+    # Far beyond the limit it is missed, scatter or not, and seeds that one variant lacks are not compared.
+    far = {seed: 1.2 * loss for seed, loss in scattered.items()}
+    assert excess(folder, {"fp32": {**fp32, 7: 1.0}, "int8_overlap": far})["reached"] is False
+
+
+def test_runs_evaluated_in_another_way_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of_results(tmp_path)
+    old = learned("int8_overlap", 0, [0, 128], [7.0, 1.0])
+    del old["evaluated"]
+    Records(folder).append("learning", old)
+    assert set(Results(folder).curves) == {"fsdp", "fp32"}
+    assert "left out, since evaluated in another way: int8_overlap" in capsys.readouterr().out
 
 
 def test_page_keeps_its_prose(tmp_path: Path) -> None:
@@ -289,6 +359,75 @@ def test_plots(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["throughput.svg", "perplexity_tokens.svg", "perplexity_seconds.svg"]
     before = [path.read_text() for path in paths]
     assert [path.read_text() for path in plots.draw(content, folder)] == before
+
+
+def seeded_batches() -> tuple[list[Any], list[Any]]:
+    """Body: first batches and weights of three seeds, the middle one twice."""
+    train = torch.arange(64, dtype=torch.int32).view(32, 2)
+    small = replace(TINY, block_size=2, seed=5)
+    world = World(small, Blocks(train, train[:4]), None, ("127.0.0.1",) * 2)
+    worlds = [world.with_seed(seed) for seed in (5, 6, 6, 7)]
+    assert worlds[0] is world and all(other.federation is world.federation for other in worlds)
+    batches = [Batches(other.blocks.train, other.workload, 0, 1).next().tolist() for other in worlds]
+    return batches, [next(make_model(other.workload).parameters()).sum().item() for other in worlds]
+
+
+def test_a_seed_is_weights_and_order(world4: WorkerPool) -> None:
+    for found in world4.run(seeded_batches):
+        for first, second, again, third in found:
+            assert second == again
+            assert first != second != third != first
+
+
+BESIDE = {
+    "blocking": {"sync_every": 4},
+    "delayed": {"sync_every": 4, "overlap_steps": 2},
+    "fragments": {"sync_every": 4, "overlap_steps": 4, "num_fragments": 2, "outer_optimizer": "nesterov"},
+}
+
+
+@torch.no_grad()
+def loss_of_mean(contender: Contender, world: World) -> float:
+    """Without FSDP: the groups' whole models, their mean, one process."""
+    mean = make_model(world.workload)
+    for name, param in mean.named_parameters():
+        own = contender.model.get_parameter(name)
+        assert isinstance(own, DTensor)
+        whole = own.full_tensor()
+        parts = [torch.empty_like(whole) for _ in range(2)]
+        dist.all_gather(parts, whole, group=world.federation.fed)
+        param.copy_((parts[0] + parts[1]) / 2)
+    rows = world.blocks.evaluation.long()
+    return mean(input_ids=rows, labels=rows).loss.item()
+
+
+def evaluate_on_the_way(settings: dict[str, Any]) -> tuple[list[tuple[float, float]], list[Any]]:
+    """Body: the same run watched after every step and not; the losses, and what each run came to."""
+    made = torch.Generator().manual_seed(0)
+    train, held_out = (torch.randint(512, (size, 32), dtype=torch.int32, generator=made) for size in (64, 16))
+    world = World(TINY, Blocks(train, held_out), None, ("127.0.0.1",) * 2)
+    losses, ends = [], []
+    for watched in (True, False):
+        contender = make_contender(Variant("x", "x", "ours", {}, settings), world)
+        for step in range(11):
+            contender.step()
+            if watched:
+                loss = contender.evaluate()
+                if step in (4, 6, 9):  # inside a round, with something in flight and without
+                    losses.append((loss, loss_of_mean(contender, world)))
+        ends.append((local_shards(contender.model), contender.num_averagings))
+        contender.close()
+    return losses, [(num, {name: shard.clone() for name, shard in shards.items()}) for shards, num in ends]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_evaluation_leaves_the_run_alone(world4: WorkerPool, name: str) -> None:
+    for losses, ((num_watched, watched), (num_alone, alone)) in world4.run(evaluate_on_the_way, BESIDE[name]):
+        # The last fragment of round 2 is still on its way.
+        assert num_watched == num_alone == (1 if name == "fragments" else 2)
+        assert all(torch.equal(watched[param], shard) for param, shard in alone.items())
+        assert all(loss == pytest.approx(expected, rel=1e-5) for loss, expected in losses)
+        assert len({loss for loss, _ in losses}) == 3
 
 
 TINY = Workload(

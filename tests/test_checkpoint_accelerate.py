@@ -159,7 +159,7 @@ def test_resume_is_exact(size: int, tmp_path: Path, request: pytest.FixtureReque
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync_steps_at_start": 5},
+        pytest.param({"sync_steps_at_start": 5}, marks=pytest.mark.slow),
         {"sync_steps_at_end": 5},
         pytest.param({"sync_every": "1x1,3x1,2x1,3", "sync_steps_at_end": 1}, marks=pytest.mark.slow),
         pytest.param({"sync_every": "drift", "max_drift": 0.02, "max_sync_every": 4}, marks=pytest.mark.slow),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness.checkpoint_runs import differences, train
 from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.marks import quick_and_slow
 from tests.harness.pool import WorkerPool
 
 
@@ -64,12 +65,16 @@ CASES: dict[str, dict[str, Any]] = {
     "rebuilt": {"restore_callback_states_from_checkpoint": True},
 }
 
+# One case of each thing that a checkpoint holds: weights in both formats, a counter inside a window, random states, buffers,
+# the place in the data, a base that does not train.
+QUICK = {"full", "sharded", "accumulation", "dropout", "buffers", "second epoch", "lora"}
 
-@pytest.mark.parametrize("case", CASES)
+
+@pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
 def test_fl_fsdp(world4: WorkerPool, case: str, tmp_path: Path) -> None:
     assert_resumes(world4, tmp_path, **CASES[case])
 
 
-@pytest.mark.parametrize("case", ["full", "sharded"])
+@pytest.mark.parametrize("case", quick_and_slow(["full", "sharded"], {"full"}))
 def test_fl_hsdp(world8: WorkerPool, case: str, tmp_path: Path) -> None:
     assert_resumes(world8, tmp_path, **CASES[case], num_groups=2)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from hf_fedshard.checkpoint import GroupState, Place, load_group_state, save_federation
+from hf_fedshard.checkpoint import load_group_state, save_federation
+from hf_fedshard.checkpoint_state import GroupState, Place
 from hf_fedshard.config import FederationLayout
 from hf_fedshard.mesh import build_federation_mesh
 from tests.harness.pool import WorkerPool

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fedshard import trainer_checkpoint
+from hf_fedshard import trainer_resuming
 from tests.harness.checkpoint_runs import differences, forget_meshes, make_trainer, state_of
 from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.marks import quick_and_slow
 from tests.harness.pool import WorkerPool
 
 
@@ -35,12 +36,12 @@ def loaded(folder: str, **options: Any) -> dict[str, Any]:
         return training_step
 
     warnings: list[str] = []
-    trainer_checkpoint.logger.warning = lambda text, *args: warnings.append(text)  # type: ignore[method-assign]
+    trainer_resuming.logger.warning = lambda text, *args: warnings.append(text)  # type: ignore[method-assign]
     try:
         trainer.training_step = keep(trainer.training_step)  # type: ignore[method-assign]
         trainer.train(resume_from_checkpoint=True)
     finally:
-        del trainer_checkpoint.logger.warning
+        del trainer_resuming.logger.warning
     assert trainer.state.global_step == 6
     dist.barrier()
     return {**found, "said": warnings, "group": (trainer.model.lm_head.weight.device_mesh.mesh.flatten().tolist())}  # type: ignore[union-attr]
@@ -83,7 +84,7 @@ CASES: dict[str, tuple[Shape, Shape, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_and_slow(CASES, {"2 to 4 groups", "from HSDP", "to FSDP"}))
 def test_shapes(world8: WorkerPool, tmp_path: Path, case: str) -> None:
     before, after, sources = CASES[case]
     old = go(world8, saved, tmp_path, before)
@@ -120,7 +121,9 @@ def test_another_world(world8: WorkerPool, world4: WorkerPool, tmp_path: Path) -
         assert "ranks drew the data, now" in new[0]["said"][0]
 
 
-@pytest.mark.parametrize("shapes", [((4, 4, 2), (2, 4, 2)), ((2, 4, 2), (4, 4, 2))])
+@pytest.mark.parametrize(
+    "shapes", [((4, 4, 2), (2, 4, 2)), pytest.param(((2, 4, 2), (4, 4, 2)), marks=pytest.mark.slow)]
+)
 def test_average(world8: WorkerPool, tmp_path: Path, shapes: tuple[Shape, Shape]) -> None:
     before, after = shapes
     old = go(world8, saved, tmp_path, before)

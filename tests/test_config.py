@@ -52,6 +52,7 @@ OTHERS = {
 COMPANIONS: dict[str, dict[str, Any]] = {
     "outer_options": {"outer_optimizer": "fedavgm"},
     "outer_schedule": {"outer_schedule_rounds": 5},
+    "outer_schedule_rounds": {"outer_schedule": "linear"},
     "overlap_steps": {"sync_every": 4096},
     "overlap_alpha": {"overlap_steps": 1},
     "num_fragments": {"overlap_steps": 1, "sync_every": 4096},
@@ -120,11 +121,11 @@ def test_explicit_beats_environment_beats_default(name: str, monkeypatch: pytest
         explicit = 7
     if isinstance(default, bool):
         explicit = default
-    if name == "slow_backend":
-        explicit = "nccl"
+    if name in ("slow_backend", "outer_schedule"):
+        explicit = {"slow_backend": "nccl", "outer_schedule": "linear"}[name]
     assert getattr(FederationConfig.from_arguments(**{name: explicit}, **others), name) == explicit
     monkeypatch.setenv(f"FEDSHARD_{name.upper()}", "")
-    assert getattr(FederationConfig.from_arguments(**others), name) == default
+    assert getattr(FederationConfig.from_arguments(), name) == default
 
 
 def test_the_class_itself_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +282,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"outer_schedule": "cosine"}, "outer_schedule='cosine' needs outer_schedule_rounds"),
     ({"outer_schedule": "step"}, "outer_schedule must be one of constant, linear, cosine, but got 'step'"),
     ({"outer_warmup_rounds": -1}, "outer_warmup_rounds must be an integer of at least 0"),
-    ({"outer_warmup_rounds": 4, "outer_schedule_rounds": 4}, "outer_warmup_rounds=4 leaves nothing"),
+    (
+        {"outer_schedule": "linear", "outer_warmup_rounds": 4, "outer_schedule_rounds": 4},
+        "outer_warmup_rounds=4 leaves nothing",
+    ),
+    (
+        {"outer_schedule_rounds": 9},
+        "outer_schedule_rounds=9 is where a schedule ends, but outer_schedule is 'constant'",
+    ),
+    ({"outer_schedule_rounds": 9, "outer_warmup_rounds": 2}, "Set outer_schedule to 'linear' or 'cosine', or leave"),
     (
         {"outer_optimizer": "Rprop", "outer_warmup_rounds": 2},
         "outer_optimizer=Rprop takes no learning rate but the first",

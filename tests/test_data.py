@@ -75,7 +75,7 @@ def test_an_epoch(world4: WorkerPool, tmp_path: Path, num_samples: int, repeats:
     assert check_epoch(drawn, num_samples, 2) == repeats
 
 
-@pytest.mark.parametrize(("num_samples", "repeats"), [(32, 0), (35, 13)])
+@pytest.mark.parametrize(("num_samples", "repeats"), [pytest.param(32, 0, marks=pytest.mark.slow), (35, 13)])
 def test_an_epoch_in_fl_hsdp(world8: WorkerPool, tmp_path: Path, num_samples: int, repeats: int) -> None:
     data = ListDataset(numbered(num_samples))
     drawn = drawn_by_ranks(world8, str(tmp_path), data, env=FL_HSDP, per_device_train_batch_size=2, **EPOCH)

@@ -344,6 +344,13 @@ def test_links() -> None:
             assert (path.parent / target).exists(), f"{_name(path)}: {target}"
 
 
+def test_every_module_has_its_place() -> None:
+    """The table of CONTRIBUTING names each module once, and none that is gone."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("| modules |")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+)`", section)
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "hf_fedshard").glob("[!_]*.py"))
+
+
 def test_options_of_the_readme() -> None:
     section = (ROOT / "README.md").read_text().split("## Options")[1].split("##")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.M))

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fedshard.exchange import average_replicated, plan_exchange, run_exchange
+from hf_fedshard.exchange import average_replicated, run_exchange
+from hf_fedshard.exchange_plan import plan_exchange
 from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from tests.harness.collectives import CollectiveRecorder

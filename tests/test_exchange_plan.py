@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_fedshard.exchange import plan_exchange
+from hf_fedshard.exchange_plan import plan_exchange
 from hf_fedshard.layout import FederationLayout
 
 

@@ -78,6 +78,7 @@ def test_models_build_on_the_meta_device(root: Path) -> None:
         assert sum(parameter.numel() for parameter in model.parameters()) == number
 
 
+@pytest.mark.slow
 def test_preset_of_another_size(root: Path) -> None:
     seen = _dry_run(root, "demo", 2, 2)
     assert seen["layout"] == "FL+FSDP: 2 groups x 1 replicas x 2 dp_shard"

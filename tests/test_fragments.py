@@ -49,6 +49,22 @@ def test_only_what_trains_counts() -> None:
         assert any(sizes[name] for name in names)
 
 
+def test_what_is_unfrozen_later_lies_scattered() -> None:
+    model = tiny_llama(num_layers=6)
+    names = [name for name, _ in model.named_parameters()]
+    trained = [name for name in names if name.startswith(("model.layers.4.", "model.layers.5.", "lm_head"))]
+    sizes, whole = trained_sizes(model, trained), trained_sizes(model, names)
+    fragments = divide(sizes, 2, whole)
+    # What trains now lies as it would without the rest.
+    alone = divide({name: sizes[name] for name in trained}, 2)
+    assert [names & set(trained) for names in fragments] == alone
+    for frozen in ({name for name in names if name not in trained}, set(names)):
+        loads = [sum(whole[name] for name in fragment & frozen) for fragment in fragments]
+        assert max(loads) < 1.5 * sum(loads) / 2, loads
+    for number in range(4):
+        assert sum(any(f"layers.{number}." in name for name in fragment) for fragment in fragments) == 1
+
+
 def test_more_fragments_than_units() -> None:
     with pytest.raises(ValueError, match="num_fragments=6 is more than .* 5 units that train"):
         divide({name: param.numel() for name, param in tiny_llama().named_parameters()}, 6)

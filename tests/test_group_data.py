@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from hf_fedshard import FedAvgCallback, GroupData, group_dataset, rounds, split_by_column
 from hf_fedshard.closing import make_row
-from hf_fedshard.own_data import EndlessStream
+from hf_fedshard.endless_stream import EndlessStream
 from tests.harness.comparison import assert_matches, refer
 from tests.harness.data import BatchRecorder, ListDataset, StreamDataset, collate, hf_stream, token_samples
 from tests.harness.models import tiny_llama

@@ -28,19 +28,27 @@ CORE = (
     "handshake",
     "shards",
     "averaging",
+    "averaged_tensors",
+    "trained_parameters",
+    "inner_moments",
     "exchange",
+    "exchange_plan",
     "lossy_exchange",
     "wire",
+    "wire_bytes",
     "residuals",
     "outer_memory",
     "initial",
     "guard",
     "metrics",
     "advancing",
+    "anchors",
     "flights",
     "outcome",
     "counting",
     "overlap",
+    "overlapped_exchange",
+    "fragment_windows",
     "overlap_limits",
     "snapshots",
     "fragments",
@@ -127,7 +135,7 @@ print(json.dumps({key: [before[key], after[key]] for key in before if before[key
 """
 
 
-@pytest.mark.parametrize("world_size", ["1", "4"])
+@pytest.mark.parametrize("world_size", [pytest.param("1", marks=pytest.mark.slow), "4"])
 def test_import_changes_no_state(world_size: str) -> None:
     """Also with every public name loaded, and in a launch that asks for no FSDP."""
     assert _python(STATE, {"WORLD_SIZE": world_size}) == {}

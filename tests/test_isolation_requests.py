@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from hf_fedshard import export_checkpoint
+from hf_fedshard import FedAvgCallback, export_checkpoint
 from tests.harness.data import ListDataset, token_samples
 from tests.harness.pool import WorkerPool
 from tests.harness.timeline import ROUND, Timeline
 from tests.harness.tiny_trainer import History, forget_meshes, tiny_trainer
 from tests.test_isolation import FL_FSDP, FL_HSDP, LIMIT, run_isolated
+
+
+# What the thread of the slow tier has issued, by its place in the stack of the caller.
+SLOW_TIER = "slow_tier.py"
 
 
 class Ask(TrainerCallback):
@@ -189,6 +193,73 @@ def test_requests_outlive_a_border_on_demand(world4: WorkerPool, tmp_path: Path,
         assert evaluated == ([2, 2] if event == "on_step_end" else [2])
         assert saved == ([2] if event == "on_step_end" else [6])
         assert borders == [2, 6]
+
+
+class SkipOneStep(TrainerCallback):
+    """In group 0 the optimizer is not called in one step, as under a gradient scaler that has found infinite gradients."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.held: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and dist.get_rank() < 2:
+            inner = kwargs["optimizer"].optimizer
+            self.held, inner.step = inner.step, lambda *args, **kwargs: None
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.held is not None:
+            kwargs["optimizer"].optimizer.step, self.held = self.held, None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap_steps": 2}, {"group_weights": "samples"}],
+    ids=["blocking", "beside the steps", "weights"],
+)
+def test_a_border_in_a_step_that_one_group_skips(world4: WorkerPool, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The first step of a round: what the optimizers have done is not the same in both groups."""
+    results = world4.run(
+        call_directly,
+        str(tmp_path),
+        "on_optimizer_step",
+        3,
+        ("evaluate", "predict"),
+        max_steps=7,
+        federated=False,
+        before=(partial(FedAvgCallback, num_groups=2, sync_every=3, **settings), partial(SkipOneStep, 3)),
+        ddp_timeout=20,
+        env=FL_FSDP,
+        limit_seconds=LIMIT,
+    )
+    for found, borders, same, evaluated, _ in results:
+        leaks = [leak for leak in found if SLOW_TIER not in leak]
+        assert not leaks, leaks[0]
+        assert borders == ([3, 7] if "overlap_steps" in settings else [3, 3, 6, 7])
+        assert same == [True] * 2
+        assert evaluated == [3]
+
+
+def test_a_schedule_that_falls_due_in_a_step_with_a_border(world4: WorkerPool, tmp_path: Path) -> None:
+    """A save is due after step 4, in which a callback makes a border: the first round to end after it ends with one too."""
+    results = world4.run(
+        call_directly,
+        str(tmp_path),
+        "on_optimizer_step",
+        3,
+        ("evaluate",),
+        max_steps=14,
+        federated=False,
+        before=(partial(FedAvgCallback, num_groups=2, sync_every=3, overlap_steps=2),),
+        save_strategy="steps",
+        save_steps=4,
+        env=FL_FSDP,
+        limit_seconds=LIMIT,
+    )
+    for _, borders, _, evaluated, saved in results:
+        assert evaluated == [3]
+        assert borders == [3, 6, 9, 12, 14]
+        assert saved[:3] == [6, 9, 12]
 
 
 def test_early_stopping_and_best_model(world4: WorkerPool, tmp_path: Path) -> None:

@@ -12,13 +12,26 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
 from hf_fedshard.lora import adapter_pairs, trained_pairs
 from hf_fedshard.lora_products import refactor
+from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.shards import reshard
 from hf_fedshard.simulation import Simulation
 from tests.harness.models import add_lora, tiny_llama
-from tests.harness.outer_runs import GROUP_SIZE, Run, adapted, double, full_state, make_mesh
+from tests.harness.outer_runs import (
+    GROUP_SIZE,
+    NUM_RANKS,
+    Run,
+    adapted,
+    double,
+    draws,
+    full_state,
+    make_mesh,
+    num_samples,
+    sum_over,
+)
 from tests.harness.pool import WorkerPool
 
 
@@ -84,6 +97,38 @@ def test_error_of_each(runs: list[dict[str, Any]]) -> None:
     values = torch.linalg.svdvals(mean)
     assert best == pytest.approx(float(values[2:].norm() / values.norm()), rel=1e-9), "the best of rank 2"
     assert runs[0]["uniform"]["metrics"].as_logs()["fedshard/lora_error"] == pytest.approx(best, rel=1e-3)
+
+
+def errors_from_zero(rule: str, num_rounds: int = 4, period: int = 4) -> list[float]:
+    """The same in each of the first rounds of an adapter as PEFT begins it, with B = 0."""
+    model, batches = adapted(), [draws(rank, num_rounds * period) for rank in range(NUM_RANKS)]
+    nn.init.zeros_(model.get_parameter(SECOND))
+    simulation = Simulation(model, FederationConfig(2, period, lora_average=rule), sgd)
+    start, errors = product(dict(model.named_parameters())).detach(), []
+    for step in range(num_rounds * period):
+        for group in simulation.groups:
+            first = group.index * GROUP_SIZE
+            own = [batches[rank][step] for rank in range(first, first + GROUP_SIZE)]
+            for batch in own:
+                sum_over(group.model, batch, sum(map(num_samples, own))).backward()
+            group.optimizer.step()
+            group.optimizer.zero_grad()
+            group.count_step()
+        products = [product(dict(group.model.named_parameters())).detach() for group in simulation.groups]
+        if simulation.step() is not None:
+            mean, new = sum(products) / len(products), product(dict(simulation.model.named_parameters())).detach()
+            errors.append(float((new - mean).norm() / (mean - start).norm()))
+            start = new
+    return errors
+
+
+def test_error_from_zero() -> None:
+    """The figures of docs/outer.md, of rounds of four steps."""
+    errors = {rule: errors_from_zero(rule) for rule in ("factors", "product", "freeze_a")}
+    print({rule: [f"{error:.3e}" for error in found] for rule, found in errors.items()})
+    assert errors["factors"] == pytest.approx([0.117, 0.0194, 0.0252, 0.0387], abs=1e-4)
+    assert errors["product"] == pytest.approx([0.0766, 0.0030, 0.0105, 0.0213], abs=1e-4)
+    assert max(errors["freeze_a"]) < 1e-14
 
 
 def test_weights_count_in_products(runs: list[dict[str, Any]]) -> None:
@@ -249,6 +294,20 @@ def test_all_ranks_take_one_pair_of_factors(world8: WorkerPool) -> None:
     for alike, unlike in world8.run(_unlike_hardware):
         assert all(torch.equal(tensor, unlike[0][name]) for name, tensor in alike[0].items())
         assert alike[1:] == unlike[1:]
+
+
+def _one_group() -> bool:
+    """Plain training, in a loop as under Trainer: whether A still trains."""
+    mesh = build_federation_mesh("cpu", FederationLayout(1, 4, {"dp_shard": 2}))
+    model = fully_shard(adapted(), mesh=mesh.fsdp)
+    rounds = Rounds(model, mesh, FederationConfig(1, 2, lora_average="freeze_a"), [sgd(model.parameters())])
+    trains = model.get_parameter(FIRST).requires_grad
+    rounds.finish()
+    return trains
+
+
+def test_one_group_freezes_nothing(world8: WorkerPool) -> None:
+    assert all(world8.run(_one_group))
 
 
 def _one_factor(frozen: str) -> Any:

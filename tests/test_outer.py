@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from hf_fedshard.averaging import ModelAverager
 from hf_fedshard.config import FederationConfig
 from hf_fedshard.layout import FederationLayout
-from hf_fedshard.mesh import build_federation_mesh
+from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.outer import OuterLoop
 from tests.harness.outer_runs import (
     Run,
@@ -278,7 +278,12 @@ def _frozen() -> list[Any]:
         if metrics is not None:
             averager = run.rounds.averager
             found.append(
-                (full_state(run.model), metrics.bytes_sent, list(averager.outer.anchors), averager.local_names())
+                (
+                    full_state(run.model),
+                    metrics.bytes_sent,
+                    list(averager.outer.anchors),
+                    averager.trained.local_names(),
+                )
             )
     run.rounds.finish()
     return found
@@ -301,15 +306,22 @@ def test_a_frozen_layer_stays_and_travels_no_more(world8: WorkerPool) -> None:
     assert not torch.equal(ranks[0][3][0]["head.bias"], ranks[-1][3][0]["head.bias"])
 
 
-def _norms_under_tensor_parallelism() -> tuple[float, float]:
+def _tensor_parallel() -> tuple[FederationMesh, nn.Module]:
+    """A model of which some parameters are cut by two axes, and others by one and held by all ranks of the other."""
     mesh = build_federation_mesh("cpu", FederationLayout(2, 1, {"dp_shard": 2, "tp": 2}))
-    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)).double()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)).double()
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     parallelize_module(model, mesh.root["tp"], plan)
-    fully_shard(model, mesh=mesh.root["dp_shard"])
+    return mesh, fully_shard(model, mesh=mesh.root["dp_shard"])
+
+
+def _norms_under_tensor_parallelism() -> tuple[float, float]:
+    mesh, model = _tensor_parallel()
     averager = ModelAverager(model, mesh, _config(outer_optimizer="nesterov"), [])
-    shards = averager.averaged_shards()
-    copies = averager.copies(shards)
+    shards = averager.trained.averaged_shards()
+    copies = averager.tensors.copies(shards)
     parts = [shard.square().sum() / copies[name] for name, shard in shards.items()]
     total = torch.stack(parts).sum()
     dist.all_reduce(total, group=mesh.group)
@@ -321,6 +333,29 @@ def test_each_element_counts_once(world8: WorkerPool) -> None:
     """Also of parameters that two axes cut, which PyTorch calls by a placement of its own, and of those that one leaves."""
     for total, whole in world8.run(_norms_under_tensor_parallelism):
         assert total == pytest.approx(whole, rel=1e-12)
+
+
+def _drift_under_tensor_parallelism(settings: dict[str, Any]) -> tuple[float, float]:
+    """What is found when group 1 has moved each parameter by another factor, and what whole tensors say."""
+    mesh, model = _tensor_parallel()
+    averager = ModelAverager(model, mesh, _config(**settings), [])
+    distance = norm = 0.0
+    with torch.no_grad():
+        for number, param in enumerate(model.parameters()):
+            square, change = float(param.full_tensor().square().sum()), 0.1 * number
+            param.mul_(1 + change * mesh.group_index)
+            distance += (change / 2) ** 2 * square
+            norm += (1 + change / 2) ** 2 * square
+    return averager.average(averager.collect(), [1.0, 1.0], ()).drift, math.sqrt(distance / norm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"), [({}, 1e-12), ({"outer_optimizer": "nesterov"}, 1e-12), ({"wire_format": "int8"}, 0.02)]
+)
+def test_each_element_counts_once_in_the_drift(world8: WorkerPool, settings: dict[str, Any], tolerance: float) -> None:
+    """Or parameters that every rank of a tensor-parallel axis holds would weigh more than those that it cuts."""
+    for drift, expected in world8.run(_drift_under_tensor_parallelism, settings):
+        assert drift == pytest.approx(expected, rel=tolerance)
 
 
 def test_double_model_is_double() -> None:

@@ -13,8 +13,9 @@ from hf_fedshard.averaging import ModelAverager
 from hf_fedshard.config import FederationConfig
 from hf_fedshard.mesh import FederationMesh
 from hf_fedshard.outer import OuterLoop
+from hf_fedshard.simulation import Simulation
 from tests.harness.live_memory import LiveMemory
-from tests.harness.outer_runs import dtypes_of, run_case, single
+from tests.harness.outer_runs import adamw, dtypes_of, run_case, single
 from tests.harness.outer_runs import make_mesh as make_mesh_of_8
 from tests.harness.pool import WorkerPool
 from tests.test_exchange import make_mesh
@@ -53,7 +54,7 @@ def _second_border(mesh: FederationMesh, settings: dict[str, Any]) -> int:
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(0.01 * (mesh.group_index + number + 1))
-        held = averager.collect()
+        held = averager.tensors.collect()
         if mesh.device.type == "cpu":
             with LiveMemory() as memory:
                 averager.average(held, [1.0, 1.0], ())
@@ -169,3 +170,23 @@ def test_outer_state_is_in_pinned_host_memory(name: str) -> None:
             assert all(tensor.is_pinned() for tensor in held)
         results.append(shards)
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "holds_something"),
+    [
+        ({}, False),
+        ({"outer_optimizer": "nesterov"}, True),
+        ({"proximal_mu": 0.1}, True),
+        ({"wire_format": "bf16"}, True),
+    ],
+)
+def test_offload_of_nothing_is_told(
+    settings: dict[str, Any], holds_something: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    config = FederationConfig(3, offload_outer_state=True, **settings)
+    simulation = Simulation(single(), config, adamw)
+    told = ["has nothing to move" in record.getMessage() for record in caplog.records]
+    assert told == ([] if holds_something else [True]), "once"
+    assert bool(simulation.groups[0].rounds.averager.outer.anchors) == holds_something

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_fedshard.fragments import divide
-from tests.harness.overlap_runs import block_net, make_mesh, refer, run_case, run_cases
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, refer, run_case, run_cases
 from tests.harness.pool import WorkerPool
 
 
@@ -133,6 +134,112 @@ def test_metrics_of_every_round_come_once(flat: list[dict[str, dict[str, Any]]])
         assert beside[0].bytes_sent == 8 * elements
         # All fragments together send the model once.
         assert rank["fragments"]["metrics"][0].bytes_sent == 8 * elements
+
+
+LOOPS: dict[str, tuple[dict[str, Any], int]] = {
+    # Settings, and the step after which a layer is frozen.
+    "blocking": ({"sync_every": 3}, 0),
+    "in flight at the end": ({"sync_every": 3, "overlap_steps": 3}, 0),
+    "begun at the end": ({"sync_every": 11, "overlap_steps": 2}, 0),
+    "fragments": ({"sync_every": 4, "overlap_steps": 4, "num_fragments": 3}, 0),
+    "a border that is wanted": ({"sync_every": 2, "overlap_steps": 2}, 1),
+    "synchronous at last": ({"sync_every": 3, "overlap_steps": 3, "sync_steps_at_end": 5}, 0),
+}
+
+
+def count_rounds() -> dict[str, list[tuple[int, int, int]]]:
+    """Body: rounds, steps and rounds taken in with them, of all that a loop is given by `step` and `finish`."""
+    mesh, found = make_mesh(), {}
+    for name, (settings, frozen_after) in LOOPS.items():
+        run = OverlapRun(mesh, **settings)
+        given = []
+        for step in range(NUM_STEPS):
+            given.append(run.step(step))
+            if step + 1 == frozen_after:
+                run.model.head.requires_grad_(False)  # type: ignore[union-attr]
+        given.append(run.rounds.finish())
+        found[name] = [
+            (each.round, each.steps, len(each.earlier))
+            for metrics in given
+            if metrics is not None
+            for each in (*metrics.earlier, metrics)
+        ]
+    return found
+
+
+def test_a_loop_is_given_each_round_once(world4: WorkerPool) -> None:
+    for found in world4.run(count_rounds, limit_seconds=120):
+        for name, rounds in found.items():
+            assert [number for number, _, _ in rounds] == list(range(1, len(rounds) + 1)), name
+            assert sum(steps for _, steps, _ in rounds) == NUM_STEPS, name
+        several = {name for name, rounds in found.items() if any(earlier for _, _, earlier in rounds)}
+        assert several == set(LOOPS) - {"blocking", "begun at the end"}
+
+
+MEASURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # Settings, and what the reference is told; no border but the last.
+    "whole": (
+        {"sync_every": 3, "overlap_steps": 2, "outer_optimizer": "nesterov"},
+        {"periods": [3], "delay": 2, "outer": nesterov},
+    ),
+    "fragments": (
+        {
+            "sync_every": 4,
+            "overlap_steps": 4,
+            "num_fragments": 3,
+            "outer_optimizer": "nesterov",
+            "group_weights": "samples",
+        },
+        {"periods": [4], "delay": 4, "fragments": 3, "outer": nesterov, "weighted": True},
+    ),
+}
+
+
+def measure() -> dict[str, list[tuple[float, float | None]]]:
+    """Body: drift and norm of the pseudo-gradient of the rounds whose averagings were beside the steps."""
+    mesh, found = make_mesh(), {}
+    for name, (settings, _) in MEASURED.items():
+        run = OverlapRun(mesh, **settings)
+        given = [run.step(step) for step in range(NUM_STEPS)] + [run.rounds.finish()]
+        rounds = [each for metrics in given if metrics is not None for each in (*metrics.earlier, metrics)]
+        beside = [metrics for metrics in rounds if metrics.overlapped_seconds is not None]
+        found[name] = [(metrics.drift, metrics.pseudo_gradient_norm) for metrics in beside]
+    return found
+
+
+def test_drift_and_norm_are_those_of_the_whole_model(world4: WorkerPool) -> None:
+    """With fragments of all of them together."""
+    ranks = world4.run(measure, limit_seconds=120)
+    for name, (_, told) in MEASURED.items():
+        measured: list[tuple[float, float, float]] = []
+        sizes = {name: param.numel() for name, param in block_net().named_parameters()}
+        num_fragments = told.get("fragments", 1)
+        refer(4, **{**told, "fragments": divide(sizes, num_fragments)}, measured=measured)
+        for rank in ranks:
+            assert len(rank[name]) == {"whole": 3, "fragments": 2}[name]
+            for number, (drift, norm) in enumerate(rank[name]):
+                parts = measured[number * num_fragments : (number + 1) * num_fragments]
+                squares = [sum(part[place] for part in parts) for place in range(3)]
+                assert drift == pytest.approx((squares[0] / squares[1]) ** 0.5, rel=1e-9)
+                assert norm == pytest.approx(squares[2] ** 0.5, rel=1e-9)
+
+
+def ask() -> list[tuple[dict[str, bool], dict[str, float]]]:
+    """Body: at a border that is averaged at once, and at one whose averaging was in flight."""
+    mesh, found = make_mesh(), []
+    for extra in (0, 1):
+        run = OverlapRun(mesh, sync_every=3, overlap_steps=2)
+        for step in range(3 + extra):
+            run.step(step)
+        border = run.rounds.close({"one": dist.get_rank() == 3, "none": False}, {"none": 1.0, "vote/none": 2.0})
+        found.append((border.votes, border.sums))
+        run.release()
+    return found
+
+
+def test_votes_and_sums_of_both_kinds_of_border(world4: WorkerPool) -> None:
+    for found in world4.run(ask):
+        assert found == [({"one": True, "none": False}, {"none": 4.0, "vote/none": 8.0})] * 2
 
 
 def run_single(settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_fedshard import guard, overlap
+from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.fragments import divide
 from tests.harness.outer_runs import full_state
 from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, refer, run_case
@@ -123,13 +123,13 @@ def two_models() -> Any:
     mesh.set_timeout(30.0)
     runs = [OverlapRun(mesh, **settings) for settings in TWO]
     borders: list[list[Any]] = [[], []]
-    exchange_rows, busy = overlap.exchange_rows, 0
+    exchange_rows, busy = overlapped_exchange.exchange_rows, 0
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.2 if mesh.group_index else 0.02)
         return exchange_rows(*args)
 
-    with mock.patch.object(overlap, "exchange_rows", slowly):
+    with mock.patch.object(overlapped_exchange, "exchange_rows", slowly):
         for step in range(NUM_STEPS):
             for run in runs:
                 run.step(step)
@@ -162,13 +162,13 @@ def aborted() -> dict[str, torch.Tensor]:
     """Body: a run is given up with an exchange in flight, and another begins on the same communicators without overlap."""
     mesh = make_mesh(True, "gloo")
     first = OverlapRun(mesh, **TWO[0], slow_backend="gloo")
-    exchange_rows = overlap.exchange_rows
+    exchange_rows = overlapped_exchange.exchange_rows
 
     def slowly(*args: Any) -> Any:
         time.sleep(1.0 if mesh.group_index else 0)
         return exchange_rows(*args)
 
-    with mock.patch.object(overlap, "exchange_rows", slowly):
+    with mock.patch.object(overlapped_exchange, "exchange_rows", slowly):
         for step in range(3):
             first.step(step)
         assert first.rounds.overlap is not None and first.rounds.overlap.in_flight
@@ -191,14 +191,14 @@ def failing(together: bool) -> tuple[str, int]:
     run = OverlapRun(mesh, sync_every=2, overlap_steps=1)
     state = run.rounds.state_dict()
     kept = {name: shard.clone() for name, shard in run.rounds.averager.averaged_shards().items()}
-    exchange_rows, error = overlap.exchange_rows, ""
+    exchange_rows, error = overlapped_exchange.exchange_rows, ""
 
     def broken(*args: Any) -> Any:
         if not together and dist.get_rank() == 1:
             raise MemoryError("no memory")
         return exchange_rows(*args)
 
-    with mock.patch.object(overlap, "exchange_rows", broken):
+    with mock.patch.object(overlapped_exchange, "exchange_rows", broken):
         try:
             for step in range(4):
                 if together and step == 1:

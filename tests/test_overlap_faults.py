@@ -6,15 +6,13 @@ import time
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from hf_fedshard import guard, overlap
+from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.shards import persistent_buffers
-from tests.harness.models import NUM_CLASSES, NUM_FEATURES
 from tests.harness.outer_runs import full_state
+from tests.harness.overlap_devices import Normed
 from tests.harness.overlap_runs import NUM_STEPS, Delayed, OverlapRun, block_net, draws, make_mesh
 from tests.harness.pool import WorkerPool
 
@@ -63,7 +61,7 @@ def different_parameters() -> None:
     run = OverlapRun(make_mesh(), sync_every=2, overlap_steps=1)
     if dist.get_rank() < 2:
         run.model.head.requires_grad_(False)  # type: ignore[union-attr]
-        run.rounds.averager._trained -= {"head.weight", "head.bias"}
+        run.rounds.averager.trained._trained -= {"head.weight", "head.bias"}
     for step in range(4):
         run.step(step)
 
@@ -84,7 +82,11 @@ def failing_exchange() -> Any:
         raise MemoryError("no memory for the buckets")
 
     started = time.monotonic()
-    with mock.patch.object(overlap, "exchange_rows", broken) if dist.get_rank() == 1 else mock.patch("time.time"):
+    with (
+        mock.patch.object(overlapped_exchange, "exchange_rows", broken)
+        if dist.get_rank() == 1
+        else mock.patch("time.time")
+    ):
         try:
             for step in range(NUM_STEPS):
                 if step == 3:
@@ -122,17 +124,6 @@ def test_a_slow_group_is_waited_for_where_its_outcome_is_due(world4: WorkerPool)
         # Group 0 ends its round, and two more steps, while group 1 is still ahead of the end of its own.
         assert fast[5] < slow[3] - 1.0
         assert fast[6] > slow[3]
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(NUM_FEATURES)
-        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        # A group of one sample has no variance.
-        return self.head(self.norm(torch.cat([inputs, inputs.flip(0) + 1])))[: len(inputs)]
 
 
 def buffers() -> Any:
@@ -174,7 +165,7 @@ def local_and_pulled() -> Any:
         moments.append(len(run.optimizer.state))
     run.rounds.finish()
     guard.detach(run.rounds)
-    shards = run.rounds.averager.averaged_shards()
+    shards = run.rounds.averager.trained.averaged_shards()
     held = {name: shard.clone() for name, shard in shards.items()}
     return (
         anchors,
@@ -252,16 +243,3 @@ def test_periods_that_follow_the_drift(world4: WorkerPool) -> None:
         assert found[0] == (8, 8)
         assert period == 4, "the drift is far above the bound, and the period is halved where it is known"
         assert all(torch.equal(tensor, ranks[0][2][name]) for name, tensor in state.items())
-
-
-@pytest.mark.gpu
-def test_beside_the_steps_on_gpus() -> None:
-    """Not run where this was written: needs 4 GPUs and `torchrun --nproc_per_node 4 tests/scripts/overlap_on_gpus.py`."""
-    import subprocess
-    import sys
-
-    if torch.cuda.device_count() < 4:
-        pytest.skip("needs 4 GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4"]
-    for backend in ("nccl", "gloo"):
-        subprocess.run([*command, "tests/scripts/overlap_on_gpus.py", backend], check=True, timeout=300)

@@ -122,8 +122,17 @@ def test_the_steps_send_what_they_send_anyway(world4: WorkerPool, tmp_path: Path
         {"sync_every": 2, "overlap_steps": 1, "outer_optimizer": "nesterov"},
         # At the border one fragment has left its anchor, since it had its turn inside the round.
         {"sync_every": 3, "overlap_steps": 2, "num_fragments": 2, "outer_optimizer": "nesterov"},
+        {
+            "kind": "lora",
+            "sync_every": 3,
+            "overlap_steps": 3,
+            "num_fragments": 2,
+            "wire_format": "int8",
+            "outer_optimizer": "nesterov",
+            "offload_outer_state": True,
+        },
     ],
-    ids=["whole", "fragments"],
+    ids=["whole", "fragments", "adapters in codes"],
 )
 def test_resumes_bit_for_bit(world4: WorkerPool, settings: dict[str, Any], tmp_path: Path) -> None:
     """Saved at a full border, with nothing in flight."""

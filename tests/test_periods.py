@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_fedshard import FederationConfig
 from hf_fedshard.measured_periods import DriftPeriods, MeasuredPeriods, make_periods
 from hf_fedshard.periods import MeasuredRound, Periods
 from hf_fedshard.simulation import Simulation
 from tests.harness.comparison import assert_matches, refer
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, make_mesh
 from tests.harness.pool import WorkerPool
 from tests.test_checkpoint_resume import assert_resumes
 from tests.test_trainer_equivalence import run
@@ -165,20 +169,44 @@ def test_by_drift_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
     assert_matches(ranks, refer(ranks, sync_every=set(borders)), "llama", 1e-4)
 
 
+def _measured(sync_seconds: list[float]) -> list[int]:
+    """Steps of each round, where a step takes 0.1 s and an averaging, by this rank's clock, as long as is said."""
+    after_round = MeasuredPeriods.after_round
+
+    def measured(periods: MeasuredPeriods, found: MeasuredRound) -> None:
+        own = dataclasses.replace(found, seconds=0.1 * found.steps, sync_seconds=sync_seconds[dist.get_rank()])
+        after_round(periods, own)
+
+    with mock.patch.object(MeasuredPeriods, "after_round", measured):
+        mesh = make_mesh(with_slow_tier=False)
+        mesh.set_timeout(20.0)
+        loop = OverlapRun(mesh, sync_every="auto", max_sync_share=0.5, max_sync_every=2)
+        found = [metrics.steps for step in range(NUM_STEPS) if (metrics := loop.step(step)) is not None]
+        loop.release()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sync_seconds", "chosen"), [([0.05, 1.0, 1.0, 1.0], [1, 1, 1]), ([1.0, 0.05, 0.05, 0.05], [2])]
+)
+def test_all_ranks_take_what_rank_0_has_measured(
+    world4: WorkerPool, sync_seconds: list[float], chosen: list[int]
+) -> None:
+    """Four rounds of 2 to measure; then half of the time may go into averaging: for 0.05 s after each step, for 1 s never."""
+    for steps in world4.run(_measured, sync_seconds):
+        assert steps == [2, 2, 2, 2, *chosen]
+
+
 @pytest.mark.slow
 def test_by_time_on_ranks(world4: WorkerPool, tmp_path: Path) -> None:
-    """Four rounds of 2 to measure, then the choice: the clocks of the ranks differ, the choice must not."""
-    ranks = run(
-        world4, tmp_path, sync_every="auto", max_steps=20, settings={"max_sync_every": 2, "max_sync_share": 0.01}
-    )
-    assert steps_of(ranks) == [2] * 10
+    """Four rounds of 8 to measure with the ranks' own clocks, which differ; the choice must not."""
     ranks = run(world4, tmp_path, sync_every="auto", max_steps=44, settings={"max_sync_share": 0.5})
     steps = steps_of(ranks)
     print(steps)
     assert steps[:4] == [8] * 4
-    assert 1 <= steps[4] <= 12
-    assert len(set(steps[4:-1])) <= 1
-    assert sum(steps) == 44
+    assert len(set(steps[4:-1])) <= 1 and sum(steps) == 44
+    periods = [[row["fedshard/period"] for row in rank["log"] if "fedshard/period" in row] for rank in ranks]
+    assert all(own == periods[0] for own in periods if own)
     for rank in ranks:
         assert all((tensor == ranks[0]["state"][name]).all() for name, tensor in rank["state"].items())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from hf_fedshard.checkpoint_choice import list_checkpoints
 from hf_fedshard.manifest import find_damage
 from tests.harness.checkpoint_runs import checkpoints, differences
 from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.marks import quick_and_slow
 from tests.harness.pool import WorkerPool
 from tests.harness.preemption_runs import Pause, train
 
@@ -26,7 +26,7 @@ from tests.harness.preemption_runs import Pause, train
 LIMIT = 60.0
 # Too short for any further step: the group that gets the signal gives up on the border at once.
 NO_TIME = 0.01
-QUICK = {"later round", "outer loop", "any rank"}
+QUICK_ALONE, QUICK_BORDER = {"outer loop"}, {"any rank"}
 # Counted from where a process has begun.
 OF_A_PROCESS = ("batches", "train_loss")
 WHOLE: dict[str, list[dict[str, Any]]] = {}
@@ -35,10 +35,6 @@ WHOLE: dict[str, list[dict[str, Any]]] = {}
 def run(pool: WorkerPool, folder: Path, launch: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
     env = fsdp_launch_env(**{"dp_replicate": pool.world_size // 2, "dp_shard": 2, **(launch or {})})
     return pool.run(train, str(folder), env=env, init_group=False, limit_seconds=LIMIT, **options)
-
-
-def quick_and_slow(cases: Iterable[str], quick: set[str]) -> list[Any]:
-    return [pytest.param(case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def uninterrupted(pool: WorkerPool, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -114,7 +110,7 @@ ALONE: dict[str, tuple[tuple[int, int], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick_and_slow(ALONE, QUICK))
+@pytest.mark.parametrize("case", quick_and_slow(ALONE, QUICK_ALONE))
 def test_alone(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     steps, name, options = ALONE[case]
     assert_alone(world4, tmp_path, steps, name, **options)
@@ -198,7 +194,7 @@ BORDER: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick_and_slow(BORDER, QUICK))
+@pytest.mark.parametrize("case", quick_and_slow(BORDER, QUICK_BORDER))
 def test_border(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     rank, step, end, options = BORDER[case]
     whole = uninterrupted(world4, tmp_path / "whole", **options)

@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_fedshard import CheckpointError, export_checkpoint, group_checkpoint
-from hf_fedshard.checkpoint import DESCRIPTION_NAME, read_description
 from hf_fedshard.checkpoint_choice import list_checkpoints
 from hf_fedshard.checkpoint_folder import SAVING, clean_up, put_in_place, rotate
-from hf_fedshard.manifest import MANIFEST_NAME, find_damage
-from hf_fedshard.parts import all_there, complete, refuse
+from hf_fedshard.checkpoint_layout import DESCRIPTION_NAME, FORMAT, read_description
+from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
+from hf_fedshard.manifest import MANIFEST_NAME, find_damage, write_json
+from hf_fedshard.parts import all_there, check_same_run, complete, describe_course, refuse
 from tests.harness.checkpoint_runs import differences
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
@@ -173,6 +175,37 @@ def test_another_length_with_synchronous_steps_at_the_end(world4: WorkerPool, tm
     run(world4, tmp_path, ending=ENDING, grace_seconds=0.01, sync_steps_at_end=2)
     message = fail(world4, tmp_path, sync_steps_at_end=2, max_steps=9)
     assert "max_steps=10, this is 9" in message
+
+
+AUTO = {"sync_every": "auto", "max_sync_share": 0.1, "min_sync_every": 2, "max_sync_every": 64}
+
+
+@pytest.mark.parametrize(
+    ("settings", "changed", "text"),
+    [
+        (AUTO, {}, None),
+        (AUTO, {"max_sync_share": 0.2}, "max_sync_share=0.1, this is 0.2"),
+        (AUTO, {"min_sync_every": 3}, "min_sync_every=2, this is 3"),
+        (AUTO, {"max_sync_every": 32}, "max_sync_every=64, this is 32"),
+        # With "drift" all groups are in a period that they have agreed on, and bound it alike; a fixed one has no bounds.
+        ({"sync_every": "drift", "max_drift": 0.1}, {"max_sync_every": 32}, None),
+        ({"sync_every": 8}, {"max_sync_every": 32, "max_sync_share": 0.2}, None),
+    ],
+)
+def test_bounds_of_a_measured_period_are_refused_where_they_changed_inside_a_round(
+    tmp_path: Path, settings: dict[str, Any], changed: dict[str, Any], text: str | None
+) -> None:
+    """Each rank would choose again from what it has measured itself, and the groups would end the round at other steps."""
+    layout = FederationLayout(2, 1, {"dp_shard": 2})
+    course = describe_course(FederationConfig(2, **settings), max_steps=10)
+    shape = {"num_groups": 2, "replicate_size": 1, "inner": layout.inner}
+    write_json(tmp_path / DESCRIPTION_NAME, {"format": FORMAT, "global_step": 5, **shape, **course})
+    config = FederationConfig(2, **{**settings, **changed})
+    if text is None:
+        check_same_run(tmp_path, layout, config)
+        return
+    with pytest.raises(CheckpointError, match=text):
+        check_same_run(tmp_path, layout, config)
 
 
 def test_rotation_counts_it(copy: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -196,3 +197,45 @@ def test_one_group_is_plain_fsdp2(world4: WorkerPool) -> None:
         assert all(torch.equal(tensor, stock["state"][name]) for name, tensor in ours["state"].items())
     assert federated[0]["rounds"] == [2]
     assert largest(plain[0]["start"], plain[0]["state"]) > 2e-3
+
+
+PAUSE, STEP = 2.0, 0.3
+
+
+def paused_at_a_border() -> tuple[list[float], bool]:
+    """Two rounds, with an evaluation between them that takes its time, and so do the micro-batches of a step."""
+    from accelerate import Accelerator
+
+    from hf_fedshard import FederatedFSDPPlugin
+
+    plugin = FederatedFSDPPlugin(sync_every=2)
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin, parallelism_config=plugin.parallelism_config, gradient_accumulation_steps=2
+    )
+    model = tiny_llama()
+    samples = token_samples(8 * dist.get_world_size(), seed=5)
+    loader = DataLoader(ListDataset(samples), batch_size=1, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), loader)
+    before = accelerator.backward
+    fedavg = plugin.federate(accelerator, model, optimizer)
+    seconds = []
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if number == 4:  # the first micro-batch of the second round
+                time.sleep(STEP)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and (metrics := fedavg.step(loss)):
+            seconds.append(metrics.seconds)
+            time.sleep(PAUSE if len(seconds) == 1 else 0)
+    fedavg.finish()
+    return seconds, accelerator.backward == before
+
+
+def test_what_is_done_at_a_border_is_no_part_of_a_round(world4: WorkerPool) -> None:
+    """Or the time of a step, by which sync_every="auto" chooses, would hold the evaluations."""
+    for seconds, is_put_back in world4.run(paused_at_a_border, env=fsdp_launch_env(2, 2), init_group=False):
+        assert len(seconds) == 2 and is_put_back
+        assert STEP <= seconds[1] < PAUSE

@@ -128,7 +128,7 @@ def unequal_parameters() -> None:
     federation = Federation(tiny_llama())
     if dist.get_rank() < 2:
         federation.model.model.layers[0].requires_grad_(False)
-        federation.rounds.averager._trained -= {
+        federation.rounds.averager.trained._trained -= {
             name for name, p in federation.model.named_parameters() if not p.requires_grad
         }
     for batch in draws(dist.get_rank(), 2):
@@ -216,7 +216,7 @@ def buffers_of_one_model() -> Any:
     for name, buffer in federation.model.named_buffers():
         if name.endswith("running_mean"):
             buffer.fill_(float("nan") if group else 1.0 + dist.get_rank())
-    averager.take_as_it_is(averager.collect(), (1,))
+    averager.take_as_it_is(averager.tensors.collect(), (1,))
     return [buffer for name, buffer in federation.model.named_buffers() if name.endswith("running_mean")]
 
 

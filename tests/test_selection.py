@@ -12,6 +12,8 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.selection import Selection, matches, parse_patterns, plain_name
 from tests.harness.outer_runs import GROUP_SIZE, NUM_STEPS, SYNC_EVERY, double, draws, make_mesh, refer, run_case
 from tests.harness.pool import WorkerPool
+from tests.harness.reference import State
+from tests.test_outer import reference_of
 
 
 LOCAL = "head.*"
@@ -23,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
         "local_parameters": [LOCAL],
         "outer_optimizer": "nesterov",
         "inner_moments": "reset",
-        "proximal_mu": 0.1,
+        "proximal_mu": 3.0,
     },
 }
 
@@ -67,7 +69,7 @@ def runs(world8: WorkerPool) -> list[dict[str, Any]]:
 
 
 def test_local_layers_stay_with_their_group(runs: list[dict[str, Any]]) -> None:
-    result = refer(is_local=lambda name: name.startswith("head."))
+    result = refer(is_local=is_local)
     for rank, found in enumerate(runs):
         model = dict(result.models[rank // GROUP_SIZE].named_parameters())
         for name, tensor in found["local"]["borders"][-1].items():
@@ -77,8 +79,47 @@ def test_local_layers_stay_with_their_group(runs: list[dict[str, Any]]) -> None:
     assert runs[0]["local"]["metrics"][0].bytes_sent < runs[0]["whole"]["metrics"][0].bytes_sent
 
 
+def is_local(name: str) -> bool:
+    return name.startswith("head.")
+
+
+def pull(model: nn.Module, anchor: State) -> None:
+    for name, param in model.named_parameters():
+        if not is_local(name):
+            assert param.grad is not None
+            param.grad += CASES["with all"]["proximal_mu"] * (param.detach() - anchor[name].detach())
+
+
+def reset_averaged(models: list[nn.Module], optimizers: list[torch.optim.Optimizer], shares: Any) -> None:
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for name, param in model.named_parameters():
+            if not is_local(name):
+                optimizer.state.pop(param, None)
+
+
 def test_local_layers_with_all_else(runs: list[dict[str, Any]]) -> None:
-    """They have no anchor, no outer step, no pull, and their moments are not reset."""
+    """
+    They have no anchor, no outer step and no pull, and their moments are not reset; all else has. Against whole models: the
+    weights of each group at the last border, those of group 0 at all, and what is left of the moments.
+    """
+    result = refer(outer=reference_of("nesterov"), before_step=pull, at_border=reset_averaged, is_local=is_local)
+    for rank, ours in enumerate(runs):
+        borders, group = ours["with all"]["borders"], rank // GROUP_SIZE
+        model, optimizer = dict(result.models[group].named_parameters()), result.optimizers[group]
+        for name, param in model.items():
+            torch.testing.assert_close(borders[-1][name], param.detach(), rtol=0, atol=1e-12, msg=name)
+            for state, expected in zip(borders, result.border_states, strict=True):
+                if group == 0 or not is_local(name):
+                    torch.testing.assert_close(state[name], expected[name], rtol=0, atol=1e-12, msg=name)
+        moments = {
+            f"{name}/{key}": value
+            for name, param in model.items()
+            for key, value in optimizer.state.get(param, {}).items()
+            if value.ndim
+        }
+        assert moments.keys() == ours["with all"]["moments"].keys()
+        for name, moment in moments.items():
+            torch.testing.assert_close(ours["with all"]["moments"][name], moment, rtol=1e-9, atol=1e-15, msg=name)
     for rank, found in enumerate(runs):
         found = found["with all"]
         held = {name.split("/")[0] for name in found["moments"]}

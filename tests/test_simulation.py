@@ -202,7 +202,7 @@ def test_errors_reach_the_caller_and_leave_no_thread_waiting() -> None:
     def fail() -> None:
         raise KeyError("on one group")
 
-    simulation.groups[1].rounds.averager.collect = fail  # type: ignore[method-assign, assignment]
+    simulation.groups[1].rounds.averager.tensors.collect = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyError, match="on one group"):
         simulation.step()
 

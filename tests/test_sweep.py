@@ -197,6 +197,12 @@ def test_tables() -> None:
     assert "| sync_every=8 | 4 | 0.006 | diverged | diverged | diverged | 12.5% | 1 |" in runs
     assert "old" not in runs and runs.endswith("rest") and "4.000" not in runs and "4.100" not in runs
     assert fill(runs, some_results()) == runs
+    # Seed by seed: 4.95 of 4.5 and 4.6 of 4.6 are +10 % and +0 %.
+    paired = fill(
+        text.format("runs"),
+        [*some_results(), result(4.95, 0.25, sync_every=4), result(4.6, 0.25, sync_every=4, seed=1)],
+    )
+    assert "| sync_every=4 | 4 | 0.003 | 118.5 | 4.775 ± 0.175 | +4.9% ± 5.0 | 25.0% | 2 |" in paired
     rates = fill(text.format("learning-rates"), some_results())
     assert "| setting | G | 0.001 | 0.003 | 0.006 |" in rates
     assert "| synchronous | 4 | 91.8 | **90.0** |  |" in rates

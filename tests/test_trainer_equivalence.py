@@ -156,7 +156,7 @@ def test_plain_fsdp_launch(world4: WorkerPool, tmp_path: Path) -> None:
     assert_matches(ranks, refer(ranks), "llama", 2e-5)
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2), (None, 4)])
+@pytest.mark.parametrize(("replicate", "shard"), [pytest.param(1, 4, marks=pytest.mark.slow), (2, 2), (None, 4)])
 def test_one_group_is_plain_fsdp2(world4: WorkerPool, replicate: int | None, shard: int, tmp_path: Path) -> None:
     launch = {"dp_replicate": replicate, "dp_shard": shard}
     federated, plain = (

@@ -181,3 +181,61 @@ def test_count_batch() -> None:
     assert count_batch({"input_ids": ids}) == (3, 15)
     assert count_batch({"inputs": torch.ones(4, 2), "labels": torch.ones(4)}) == (4, None)
     assert count_batch([1, 2]) == (0, None)
+    assert count_batch({"input_ids": ids, "labels": labels}, exactly=False) == (3, None)
+
+
+def test_tokens_are_those_that_the_loss_counts() -> None:
+    """Of an encoder-decoder or masked model the first position is predicted as all others."""
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": ids, "labels": torch.tensor([[1, 2, -100, -100], [-100, -100, 5, 6]])}
+    assert count_batch(batch, shifts_labels=True) == (2, 3)
+    assert count_batch(batch, shifts_labels=False) == (2, 4)
+    # Where the collator has shifted them all are meant.
+    shifted = torch.tensor([[2, -100, -100, -100], [-100, 5, 6, -100]])
+    assert count_batch({**batch, "shift_labels": shifted}) == (2, 3)
+    assert count_batch({**batch, "shift_labels": torch.ones_like(ids)}, shifts_labels=False) == (2, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"position_ids_start": 2}, {"return_flash_attn_kwargs": True}])
+def test_samples_without_padding(options: dict[str, Any]) -> None:
+    """All in one row: as many as were strung together, whose first tokens nothing predicts."""
+    from transformers import DataCollatorWithFlattening
+
+    samples = [{"input_ids": list(range(5, 5 + length))} for length in (4, 2, 7, 3)]
+    batch = DataCollatorWithFlattening(return_tensors="pt", **options)(samples)
+    assert batch["input_ids"].shape == (1, 16)
+    assert count_batch(batch) == (4, 3 + 1 + 6 + 2)
+    # Filled up to a multiple, as TRL can, with positions that are all 0.
+    filled = {
+        name: torch.nn.functional.pad(batch[name], (0, 4), value=-100 if name == "labels" else 0)
+        for name in ("input_ids", "labels", "position_ids")
+    }
+    assert count_batch(filled) == (4, 12)
+
+
+def test_rows_of_single_samples_stay_rows() -> None:
+    """With positions given, left padding and all."""
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert count_batch({"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": ids})[0] == 2
+    assert count_batch({"input_ids": ids, "position_ids": torch.arange(4).expand(2, 4), "labels": ids})[0] == 2
+    # Those of several axes, of images and text, say nothing of samples.
+    assert count_batch({"input_ids": ids, "position_ids": torch.zeros(3, 2, 4), "labels": ids})[0] == 2
+
+
+@pytest.mark.parametrize("shifts", [True, False])
+def test_trainer_says_what_the_loss_counts(shifts: bool) -> None:
+    from hf_fedshard.session import TrainingSession
+
+    session: Any = SimpleNamespace(
+        trainer=SimpleNamespace(model=None, _loss_shifts_labels=shifts),
+        config=SimpleNamespace(group_weights="tokens"),
+        _num_copies=2,
+        _tokens=0.0,
+        _samples=0.0,
+        _labels=0.0,
+    )
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    TrainingSession.count_tokens(session, [{"input_ids": ids, "labels": ids}] * 2)
+    assert (session._tokens, session._samples, session._labels) == (8, 2, 6 if shifts else 8)

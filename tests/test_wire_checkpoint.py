@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_fedshard import residual_checkpoint
-from hf_fedshard.residual_checkpoint import take_residuals
+from hf_fedshard.checkpoint_layout import group_folder
+from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
+from hf_fedshard.outer_memory import OuterMemory
+from hf_fedshard.residual_checkpoint import load_residuals, take_residuals
+from hf_fedshard.residuals import Residuals
 from hf_fedshard.shards import as_sharded
-from hf_fedshard.tensor_store import stored_tensors
+from hf_fedshard.tensor_store import save_tensors, stored_tensors
 from tests.harness import preemption_runs
 from tests.harness.checkpoint_runs import differences
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
-from tests.test_checkpoint_accelerate import Loop
-from tests.test_outer_checkpoint import assert_resumes, outer_of, run
+from tests.test_outer_checkpoint import assert_resumes, resumed, run, through
 
 
 NESTEROV = {"outer_optimizer": "nesterov", "wire_format": "int8"}
@@ -43,37 +46,6 @@ def test_trainer(world4: WorkerPool, case: str, tmp_path: Path) -> None:
         owed = {name: tensor for name, tensor in stored.items() if name.startswith("residual/")}
         assert "residual/lm_head.weight" in owed
         assert {tensor.dtype for tensor in owed.values()} == {torch.float32}
-
-
-def state_of(loop: Loop) -> dict[str, Any]:
-    """All that a border leaves behind; what a group owes as whole tensors."""
-    owed = {name: tensor.full_tensor() for name, tensor in take_residuals(loop.fedavg.averager).items()}  # type: ignore[attr-defined]
-    return {**loop.state(), "outer": outer_of(loop.fedavg), "owed": owed}
-
-
-def through(folder: str, save_at: tuple[int, ...], until: int, **options: Any) -> dict[str, Any]:
-    loop = Loop(folder, kind="small", **options)
-    loop.train(until, save_at)
-    state = state_of(loop)
-    loop.fedavg.finish()
-    dist.barrier()
-    return state
-
-
-def resumed(folder: str, until: int | None, **options: Any) -> dict[str, Any]:
-    loop = Loop(folder, seed=3, kind="small", **options)
-    warnings: list[str] = []
-    residual_checkpoint.logger.warning = lambda text, *args: warnings.append(text % args)  # type: ignore[method-assign]
-    try:
-        loop.accelerator.load_state()
-    finally:
-        del residual_checkpoint.logger.warning
-    if until is not None:
-        loop.train(until)
-    state = {**state_of(loop), "warnings": warnings}
-    loop.fedavg.finish()
-    dist.barrier()
-    return state
 
 
 def test_loop_with_replicas(world8: WorkerPool, tmp_path: Path) -> None:
@@ -158,13 +130,39 @@ def test_groups_that_save_alone(world4: WorkerPool, tmp_path: Path) -> None:
     assert "set proximal_mu and wire_format, as in the run that was saved" in errors[0].message
 
 
-def test_tensors_in_host_memory_are_stored_where_they_live() -> None:
-    """A shard on another device than the mesh's is aliased, not moved: what is read into it must arrive."""
+def parameter_elsewhere() -> DTensor:
+    """Of a model on another device than the host."""
     mesh = DeviceMesh("meta", [0], _init_backend=False, _rank=0)
-    param = DTensor.from_local(
+    return DTensor.from_local(
         torch.zeros(4, 3, device="meta", dtype=torch.bfloat16), mesh, [Shard(0)], run_check=False
     )
+
+
+def test_tensors_in_host_memory_are_stored_where_they_live() -> None:
+    """A shard on another device than the mesh's is aliased, not moved: what is read into it must arrive."""
+    param = parameter_elsewhere()
     shard = torch.zeros(4, 3)
     sharded = as_sharded(shard, param)
     assert sharded.to_local().data_ptr() == shard.data_ptr() and sharded.dtype == torch.float32
     assert sharded.shape == param.shape and sharded.placements == param.placements
+
+
+def test_residuals_are_read_to_where_they_live(tmp_path: Path) -> None:
+    """With offload a run that just fits on its device also fits when it resumes: nothing is made there."""
+    param, memory = parameter_elsewhere(), OuterMemory(offload=True)
+    averager: Any = SimpleNamespace(
+        model=SimpleNamespace(get_parameter=lambda name: param),
+        outer=SimpleNamespace(anchors=dict.fromkeys(["weight", "empty"]), memory=memory),
+        residuals=Residuals(memory),
+        config=FederationConfig(2, wire_format="int8", offload_outer_state=True),
+        mesh=SimpleNamespace(is_main=True, group_index=1, layout=FederationLayout(2, 1, {"dp_shard": 1})),
+    )
+    stored = torch.arange(12.0).view(4, 3)
+    save_tensors({"residual/weight": stored}, tmp_path / group_folder(1), None)
+    saved = {"num_groups": 2, "outer": {"wire_format": "int8", "residuals": True}}
+    load_residuals(tmp_path, saved, averager)
+    owed = averager.residuals.by_name()
+    assert torch.equal(owed["weight"], stored)
+    taken = take_residuals(averager)
+    assert torch.equal(taken["weight"].to_local(), stored)  # type: ignore[attr-defined]
+    assert taken["empty"].to_local().device.type == "cpu"  # type: ignore[attr-defined]

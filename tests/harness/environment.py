@@ -7,15 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.environment import RANK_ENV
+
 
 # Read when torch, tokenizers and huggingface_hub are imported, hence set before the fork server starts.
 SERVER_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
+    **RANK_ENV,
     # The collective recorder reads torch's flight recorder, whose size is fixed when it is first used.
     "TORCH_FR_BUFFER_SIZE": "8192",
     # `torch.cuda.is_available()` in the fork server must not create a CUDA context: it would not survive a fork.

@@ -191,7 +191,7 @@ def run_case(mesh: FederationMesh, settings: dict[str, Any], make: Callable[[], 
         value.numel() for state in (outer.optimizer.state.values() if outer.optimizer else ()) for value in state.values()
         if isinstance(value, torch.Tensor) and value.ndim
     )  # fmt: skip
-    found["elements"] = sum(shard.numel() for shard in run.rounds.averager.averaged_shards().values())
+    found["elements"] = sum(shard.numel() for shard in run.rounds.averager.trained.averaged_shards().values())
     run.rounds.finish()
     guard.detach(run.rounds)
     return found

@@ -51,6 +51,29 @@ def block_net(dtype: torch.dtype = torch.float64) -> nn.Module:
         return BlockNet().to(dtype)
 
 
+def lora_net(dtype: torch.dtype = torch.float64, with_a: bool = True) -> nn.Module:
+    """
+    A [`BlockNet`] that PEFT has given an adapter for each block, its base frozen.
+
+    Args:
+        dtype (`torch.dtype`):
+            Of all parameters.
+        with_a (`bool`, defaults to `True`):
+            Whether the first factors train.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        places = [f"layers.{number}" for number in range(3)]
+        # Both factors are random, or half of the gradients would be zero in the first step.
+        config = LoraConfig(r=3, lora_alpha=6, target_modules=places, init_lora_weights=False)
+        model: nn.Module = get_peft_model(BlockNet(), config).to(dtype)
+    for name, param in model.named_parameters():
+        param.requires_grad_(param.requires_grad and (with_a or "lora_A" not in name))
+    return model
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -127,7 +150,7 @@ def run_case(mesh: FederationMesh, settings: dict[str, Any], borders: Collection
     found: dict[str, Any] = {"borders": [], "metrics": [], "groups": []}
     for step in range(NUM_STEPS):
         metrics = run.step(step)
-        found["metrics"] += [metrics] if metrics is not None else []
+        found["metrics"] += [*metrics.earlier, metrics] if metrics is not None else []
         if step + 1 in borders:
             border = run.rounds.close()
             assert run.rounds.at_border
@@ -175,6 +198,8 @@ def refer(
     dtype: torch.dtype = torch.float64,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     average: Callable[[Sequence[State], Sequence[float], State], State] | None = None,
+    measured: list[tuple[float, float, float]] | None = None,
+    make: Callable[[torch.dtype], nn.Module] = block_net,
 ) -> list[State]:
     """
     Delayed averaging on whole models in one process, one group after another; shares no code with the package. In a round
@@ -204,6 +229,11 @@ def refer(
         average (`Callable`, *optional*):
             Forms the average of parts of the groups' models from them, their weights, and what the last outcome of all
             parameters was. By default it is exact.
+        measured (`list`, *optional*):
+            Takes, for each average in order: the mean over the groups of the squared distance to it, and the squared norms of it
+            and of the pseudo-gradient.
+        make (`Callable`):
+            Makes the model; what does not train stays as it is.
 
     Returns:
         `list`: The model at each border.
@@ -211,12 +241,12 @@ def refer(
     torch.set_num_threads(1)
     size = num_ranks // NUM_GROUPS
     batches = [draws(rank, num_ranks) for rank in range(num_ranks)]
-    models = [block_net(dtype)]
+    models = [make(dtype)]
     models += [copy.deepcopy(models[0])]
     optimizers = [optimizer(model.parameters()) for model in models]
-    names = [name for name, _ in models[0].named_parameters()]
+    names = [name for name, param in models[0].named_parameters() if param.requires_grad]
     parts = [list(part) for part in fragments] if fragments else [names]
-    anchors = {name: param.detach().clone() for name, param in models[0].named_parameters()}
+    anchors = {name: models[0].get_parameter(name).detach().clone() for name in names}
     stepper = Outer(anchors, outer)
     flights: deque[tuple[int, list[str], list[State], list[float]]] = deque()
     seen = {index: [0.0] * NUM_GROUPS for index in range(len(parts))}
@@ -231,7 +261,15 @@ def refer(
 
     def form(states: Sequence[State], weights: Sequence[float], turn: Collection[str] = names) -> State:
         mean = average(states, weights, anchors) if average else weighted_average(states, weights)
-        new = stepper({name: tensor for name, tensor in mean.items() if outer is None or name in turn})
+        stepped = {name: tensor for name, tensor in mean.items() if outer is None or name in turn}
+        if measured is not None:
+            drifts = [sum((state[name] - mean[name]).square().sum().item() for name in mean) for state in states]
+            norms = [
+                sum(part.square().sum().item() for part in parts)
+                for parts in (mean.values(), (anchors[name] - tensor for name, tensor in stepped.items()))
+            ]
+            measured.append((sum(drifts) / len(drifts), norms[0], norms[1]))
+        new = stepper(stepped)
         anchors.update({name: tensor.clone() for name, tensor in new.items()})
         return {**mean, **new}
 

@@ -1,4 +1,4 @@
-"""What Trainer's own schedule asks for, which all ranks know without a word."""
+"""What Trainer's own schedule asks for, and where an epoch ends: what all ranks know without a word."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ScheduledRequests:
             return
         control: Any = TrainerControl()
         getattr(self._flow, event)(self.trainer.args, state, control)
-        if event == "on_step_end" and float(state.epoch or 0).is_integer():
+        if event == "on_step_end" and epoch_is_whole(state):
             # The epoch ends with this step, and what is asked for then is known: a round that ends here as well need not be
             # followed by another one first.
             self._flow.on_epoch_end(self.trainer.args, state, control)
@@ -56,3 +56,14 @@ class ScheduledRequests:
                 At the end of a step.
         """
         return state.global_step >= state.max_steps
+
+
+def epoch_is_whole(state: TrainerState) -> bool:
+    """
+    Whether the step that was made last is the last one of its epoch, so that `on_epoch_end` comes after it.
+
+    Args:
+        state (`TrainerState`):
+            Trainer's, at the end of a step.
+    """
+    return float(state.epoch or 0).is_integer()

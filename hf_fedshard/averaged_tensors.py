@@ -1,0 +1,161 @@
+"""What of a model is exchanged at a border, and how: collects its tensors, and makes and keeps their exchange plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .config import FederationConfig
+from .exchange_plan import ExchangePlan, plan_exchange
+from .held import Held
+from .inner_moments import InnerMoments
+from .lora import product_pairs
+from .mesh import Peers
+from .outer import OuterLoop
+from .shards import accumulation_dtype, all_finite, persistent_buffers, reshard
+from .trained_parameters import TrainedParameters
+
+
+class AveragedTensors:
+    """
+    Collects what a rank brings to a border, without communication.
+
+    Args:
+        model (`nn.Module`):
+            The prepared model.
+        mesh ([`Peers`]):
+            The federation, or its [`SlowTier`].
+        config ([`FederationConfig`]):
+            Its settings.
+        trained ([`TrainedParameters`]):
+            What takes part.
+        moments ([`InnerMoments`]):
+            What the inner optimizers bring.
+        outer ([`OuterLoop`]):
+            Holds the anchors, and says where averages are formed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Peers,
+        config: FederationConfig,
+        trained: TrainedParameters,
+        moments: InnerMoments,
+        outer: OuterLoop,
+    ) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.config = config
+        self.trained = trained
+        self.moments = moments
+        self.outer = outer
+        self._plans: dict[str, tuple[object, ExchangePlan]] = {}
+        self._adapters = product_pairs(model, trained.selection) if config.lora_average == "product" else []
+
+    def collect(self) -> Held:
+        """
+        Gathers what this rank brings to a border, without communication.
+
+        Returns:
+            [`Held`]: Everything that trains or has trained, the buffers, and the plans; these are kept from border to
+            border, and made anew where parameters were unfrozen.
+        """
+        reshard(self.model)
+        self.trained.note_trainable()
+        shards = self.trained.averaged_shards()
+        means = self.outer.means(shards)
+        moments, problems = self.moments.collect(shards)
+        problems += self.trained.strays()
+        buffers = persistent_buffers(self.model)
+        pairs = self.pairs(shards)
+        paired = {name for pair in pairs for name in pair}
+        plans = self.parameter_plans({n: t for n, t in means.items() if n not in paired})
+        if moments:
+            # They have no anchor to be a difference to. bfloat16 has fp32's range: a second moment cannot vanish in it.
+            wire_format = "fp32" if self.config.wire_format == "fp32" else "bf16"
+            plans["moments"] = self.plan("moments", moments, wire_format)
+        if pairs:
+            groups = self.mesh.layout.num_groups
+            tables = {
+                name: torch.empty((groups, *shards[name].shape), dtype=shards[name].dtype, device="meta")
+                for pair in pairs
+                for name in pair
+            }
+            plans["adapters"] = self.plan("adapters", tables)
+        finite = all_finite([*shards.values(), *moments.values(), *self.trained.checked_besides(shards, buffers)])
+        dtypes = {name: shard.dtype for name, shard in shards.items()}
+        return Held(shards, dtypes, means, moments, buffers, plans, finite, problems, self.copies(shards))
+
+    def parameter_plans(self, means: Mapping[str, torch.Tensor], part: str = "parameters") -> dict[str, ExchangePlan]:
+        """
+        The plans of parameters, `"parameters"` and, under a lossy format, `"newcomers"` that have no anchor yet.
+
+        Args:
+            means (`Mapping[str, torch.Tensor]`):
+                What is averaged, this rank's shards.
+            part (`str`, defaults to `"parameters"`):
+                Of which part of the model.
+        """
+        wire_format, anchors = self.config.wire_format, self.outer.anchors
+        newcomers = {} if wire_format == "fp32" else {n: mean for n, mean in means.items() if n not in anchors}
+        known = {name: mean for name, mean in means.items() if name not in newcomers}
+        plans = {"parameters": self.plan(part, known, wire_format)}
+        if newcomers:
+            plans["newcomers"] = self.plan(f"newcomers of {part}", newcomers)
+        return plans
+
+    def plan(self, part: str, tensors: Mapping[str, torch.Tensor], wire_format: str = "fp32") -> ExchangePlan:
+        """
+        The plan of an exchange, kept for as long as names and sizes stay.
+
+        Args:
+            part (`str`):
+                What is exchanged.
+            tensors (`Mapping[str, torch.Tensor]`):
+                This rank's.
+            wire_format (`str`, defaults to `"fp32"`):
+                How they cross.
+        """
+        # Of what the buckets depend on: a snapshot of parameters in bfloat16, which is fp32, has their plan.
+        names = tuple((name, tensor.numel(), accumulation_dtype(tensor.dtype)) for name, tensor in tensors.items())
+        if part not in self._plans or self._plans[part][0] != names:
+            plan = plan_exchange(tensors, self.mesh, self.config.bucket_size_bytes, wire_format)
+            self._plans[part] = (names, plan)
+        return self._plans[part][1]
+
+    def pairs(self, shards: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+        """
+        Adapters of which both factors train: where one is frozen, the mean of the other is that of the products.
+
+        Args:
+            shards (`Mapping[str, torch.Tensor]`):
+                What is averaged, by name.
+
+        Returns:
+            `list[tuple[str, str]]`: Names of the factors A and B; none unless `lora_average="product"`.
+        """
+        return [pair for pair in self._adapters if all(name in shards for name in pair)]
+
+    def copies(self, names: Iterable[str]) -> dict[str, int]:
+        """
+        How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it. To be asked
+        while the model is resharded.
+
+        Args:
+            names (`Iterable[str]`):
+                Of parameters.
+        """
+        found: dict[str, int] = {}
+        for name in names:
+            param = self.model.get_parameter(name)
+            found[name] = 1
+            if isinstance(param, DTensor):
+                sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
+                sharded = math.prod(size for size, placement in sizes if not placement.is_replicate())
+                found[name] = self.mesh.group.size() // sharded
+        return found
