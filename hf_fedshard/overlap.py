@@ -4,10 +4,11 @@ and its outcome is given to the model some steps later.
 
 Order, and why nothing can deadlock. All ranks start the same exchanges after the same steps, since that depends on numbers
 of steps and on values that all have exchanged before; one thread of each rank runs them in this order, on communicators
-that no other thread uses. That thread never waits for the thread that trains. The latter waits for an exchange only where
-its outcome is due, and by then it has started that exchange, and its group's collectives of the step are behind it. So each
-wait is for an exchange that was started earlier on every rank that has come as far, and the groups' steps depend on no
-other group: the earliest exchange that is not over can always go on.
+that no other thread uses meanwhile. That thread never waits for the thread that trains. The latter waits for an exchange
+where its outcome is due, and, also for those of other federations on the same slow tier, before it uses their communicators
+itself; by then it has started that exchange, and its group's collectives of the step are behind it. So each wait is for an
+exchange that was started earlier on every rank that has come as far, and the groups' steps depend on no other group: the
+earliest exchange that is not over can always go on. That is about calls; docs/overlap.md says what a GPU adds.
 """
 
 from __future__ import annotations
