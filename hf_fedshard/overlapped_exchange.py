@@ -67,7 +67,7 @@ def exchange_snapshot(
             Time of the round, waiting for other groups left aside.
         bytes_sent (`int`):
             Bytes that this rank sends to other groups.
-        more (`Mapping[str, float]`):
+        more (`Mapping[str, float | torch.Tensor]`):
             Votes, sums and checksums of this rank, under the same names on all ranks.
 
     Returns:

@@ -346,7 +346,7 @@ def _drift_under_tensor_parallelism(settings: dict[str, Any]) -> tuple[float, fl
             param.mul_(1 + change * mesh.group_index)
             distance += (change / 2) ** 2 * square
             norm += (1 + change / 2) ** 2 * square
-    return averager.average(averager.collect(), [1.0, 1.0], ()).drift, math.sqrt(distance / norm)
+    return averager.average(averager.tensors.collect(), [1.0, 1.0], ()).drift, math.sqrt(distance / norm)
 
 
 @pytest.mark.parametrize(
