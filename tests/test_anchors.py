@@ -67,7 +67,7 @@ def _runs() -> dict[str, Any]:
                 "started": started,
                 "state": full_state(run.model),
                 "sent": [each.bytes_sent for each in metrics if each is not None],
-                "anchors": run.rounds.averager.plan("anchors", run.rounds.averager.outer.anchors).slow_bytes(),
+                "anchors": run.rounds.averager.tensors.plan("anchors", run.rounds.averager.outer.anchors).slow_bytes(),
                 "warnings": list(warnings),
             }
             run.rounds.finish()
