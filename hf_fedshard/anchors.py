@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .closing import Rows
-from .exchange import ExchangePlan, run_exchange
+from .exchange import run_exchange
+from .exchange_plan import ExchangePlan
 from .initial import checksum
 
 

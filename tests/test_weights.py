@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hf_fedshard.config import FederationConfig
 from hf_fedshard.weights import BY_NAME, GroupCounts, count_batch, find_weight_function, group_weights
 from tests.harness.outer_runs import (
     GROUP_SIZE,
@@ -226,16 +228,15 @@ def test_rows_of_single_samples_stay_rows() -> None:
 
 @pytest.mark.parametrize("shifts", [True, False])
 def test_trainer_says_what_the_loss_counts(shifts: bool) -> None:
-    from hf_fedshard.session import TrainingSession
+    """On ranks of a tensor-parallel axis, of which two are given the same batch."""
+    from hf_fedshard.batch_counts import BatchCounts
 
-    session: Any = SimpleNamespace(
-        trainer=SimpleNamespace(model=None, _loss_shifts_labels=shifts),
-        config=SimpleNamespace(group_weights="tokens"),
-        _num_copies=2,
-        _tokens=0.0,
-        _samples=0.0,
-        _labels=0.0,
-    )
-    ids = torch.ones(2, 4, dtype=torch.int64)
-    TrainingSession.count_tokens(session, [{"input_ids": ids, "labels": ids}] * 2)
-    assert (session._tokens, session._samples, session._labels) == (8, 2, 6 if shifts else 8)
+    state: Any = SimpleNamespace(global_step=0)
+    trainer: Any = SimpleNamespace(model=None, state=state, _loss_shifts_labels=shifts)
+    mesh: Any = SimpleNamespace(layout=SimpleNamespace(inner={"dp_shard": 2, "tp": 2}))
+    rounds, ids = mock.Mock(), torch.ones(2, 4, dtype=torch.int64)
+    counts = BatchCounts(trainer, mesh, FederationConfig(group_weights="tokens"))
+    counts.add([{"input_ids": ids, "labels": ids}] * 2)
+    state.global_step = 1
+    counts.count_steps(rounds, state)
+    rounds.count_step.assert_called_once_with(tokens=8, samples=2, labels=6 if shifts else 8)
