@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Ranks wait for each other for a third of the time, and two files of tests side by side fill the waits.
+NUM_TEST_PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -33,7 +35,7 @@ demo: $(STAMP) ## Pre-train a small language model in 2 groups of 2 processes, a
 	@$(BIN)/python recipes/check_result.py $(DEMO_OUTPUT)/all_results.json --max eval_perplexity=$(DEMO_MAX_PERPLEXITY)
 
 test: $(STAMP) ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not gpu and not netns" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(NUM_TEST_PROCESSES) --dist loadfile -m "not slow and not gpu and not netns" $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## Run every test that this machine can run
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
