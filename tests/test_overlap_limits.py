@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_fedshard import FederationConfig, Simulation
+from hf_fedshard import FederationConfig
 from hf_fedshard.slow_tier import SlowTier
-from tests.harness.models import tiny_llama
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -70,13 +69,6 @@ def test_refused(case: str) -> None:
 )
 def test_allowed(settings: dict[str, Any]) -> None:
     FederationConfig(**settings)
-
-
-def test_a_simulation_has_nothing_to_overlap() -> None:
-    import torch
-
-    with pytest.raises(ValueError, match="averages in memory, between two steps: overlap_steps=2"):
-        Simulation(tiny_llama(), FederationConfig(2, overlap_steps=2), torch.optim.AdamW)
 
 
 def test_nccl_needs_gpus() -> None:
