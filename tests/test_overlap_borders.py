@@ -190,7 +190,7 @@ def failing(together: bool) -> tuple[str, int]:
     mesh.set_timeout(3.0)
     run = OverlapRun(mesh, sync_every=2, overlap_steps=1)
     state = run.rounds.state_dict()
-    kept = {name: shard.clone() for name, shard in run.rounds.averager.averaged_shards().items()}
+    kept = {name: shard.clone() for name, shard in run.rounds.averager.trained.averaged_shards().items()}
     exchange_rows, error = overlapped_exchange.exchange_rows, ""
 
     def broken(*args: Any) -> Any:
@@ -208,7 +208,7 @@ def failing(together: bool) -> tuple[str, int]:
         except Exception as problem:
             error = type(problem).__name__
     with torch.no_grad():
-        for name, shard in run.rounds.averager.averaged_shards().items():
+        for name, shard in run.rounds.averager.trained.averaged_shards().items():
             shard.copy_(kept[name])
     run.optimizer.state.clear()
     try:
