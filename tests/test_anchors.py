@@ -39,8 +39,11 @@ def round_differently(averager: ModelAverager, unlike: bool) -> list[dict[str, t
     def settling(held: Any, *args: Any, **kwargs: Any) -> Any:
         outcome = settle(held, *args, **kwargs)
         if unlike and averager.mesh.group_index == 1:
-            for name, shard in held.shards.items():
-                shard.copy_(averager.outer.anchors[name].mul_(1 + ERROR))
+            for name in held.means:
+                anchor = averager.outer.anchors[name].mul_(1 + ERROR)
+                # Beside the steps the model is given the way that the anchor has gone, later.
+                if name in held.shards:
+                    held.shards[name].copy_(anchor)
         return outcome
 
     def exchanging(*args: Any, **kwargs: Any) -> Any:
