@@ -155,7 +155,7 @@ class Benchmark:
             "command": " ".join(["python -m benchmarks.two_tier", *sys.argv[1:]]),
             "plain": self.args.plain,
             "num_cores": os.cpu_count(),
-            "machine": f"{platform.system()} {platform.release()}, {platform.machine()}",
+            "machine": f"{platform.system()}, {platform.machine()}",
             "load": os.getloadavg(),
             "versions": {module.__name__: module.__version__ for module in (torch, accelerate, transformers)},
         }

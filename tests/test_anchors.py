@@ -39,9 +39,10 @@ def round_differently(averager: ModelAverager, unlike: bool) -> list[dict[str, t
     def settling(held: Any, *args: Any, **kwargs: Any) -> Any:
         outcome = settle(held, *args, **kwargs)
         if unlike and averager.mesh.group_index == 1:
-            for name in held.means.keys() - averager.outer.apart:
+            for name in held.means:
                 anchor = averager.outer.anchors[name].mul_(1 + ERROR)
-                if name in held.shards:  # beside the steps the model is given the difference to the anchor
+                # Beside the steps the model is given the way that the anchor has gone, later.
+                if name in held.shards:
                     held.shards[name].copy_(anchor)
         return outcome
 
