@@ -202,7 +202,7 @@ def test_one_group_is_plain_fsdp2(world4: WorkerPool) -> None:
 PAUSE, STEP = 2.0, 0.3
 
 
-def paused_at_a_border() -> tuple[list[float], bool]:
+def paused_at_a_border() -> tuple[list[float], list[float], bool]:
     """Two rounds, with an evaluation between them that takes its time, and so do the micro-batches of a step."""
     from accelerate import Accelerator
 
@@ -218,7 +218,7 @@ def paused_at_a_border() -> tuple[list[float], bool]:
     model, optimizer, loader = accelerator.prepare(model, adamw(model.parameters()), loader)
     before = accelerator.backward
     fedavg = plugin.federate(accelerator, model, optimizer)
-    seconds = []
+    seconds, began, lasted = [], time.perf_counter(), []
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
@@ -229,13 +229,18 @@ def paused_at_a_border() -> tuple[list[float], bool]:
             optimizer.zero_grad()
         if accelerator.sync_gradients and (metrics := fedavg.step(loss)):
             seconds.append(metrics.seconds)
+            lasted.append(time.perf_counter() - began)
             time.sleep(PAUSE if len(seconds) == 1 else 0)
+            began = time.perf_counter()
     fedavg.finish()
-    return seconds, accelerator.backward == before
+    return seconds, lasted, accelerator.backward == before
 
 
 def test_what_is_done_at_a_border_is_no_part_of_a_round(world4: WorkerPool) -> None:
     """Or the time of a step, by which sync_every="auto" chooses, would hold the evaluations."""
-    for seconds, is_put_back in world4.run(paused_at_a_border, env=fsdp_launch_env(2, 2), init_group=False):
+    ranks = world4.run(paused_at_a_border, env=fsdp_launch_env(2, 2), init_group=False)
+    longest = max(lasted[1] for _, lasted, _ in ranks)
+    for seconds, _, is_put_back in ranks:
         assert len(seconds) == 2 and is_put_back
-        assert STEP <= seconds[1] < PAUSE
+        # Without the pause, however long a busy machine takes for the rest.
+        assert STEP <= seconds[1] <= longest
