@@ -16,9 +16,8 @@ from tests.harness.outer_runs import full_state
 from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh
 from tests.harness.pool import WorkerPool
 from tests.test_checkpoint_accelerate import Loop
-from tests.test_outer_checkpoint import run
+from tests.test_outer_checkpoint import run, state_of_loop
 from tests.test_overlap_faults import poisoned
-from tests.test_wire_checkpoint import state_of
 
 
 IN_TWO = {"sync_every": 4, "overlap_steps": 2, "num_fragments": 2, "wire_format": "int8"}
@@ -195,7 +194,7 @@ def through(folder: str, save_at: int, resume: bool = False, **options: Any) -> 
     loop.fedavg.step = step_and_close  # type: ignore[assignment, method-assign]
     loop.train(9, () if resume else (save_at,))
     loop.fedavg.close()
-    state = state_of(loop)
+    state = state_of_loop(loop)
     guard.detach(loop.fedavg)
     dist.barrier()
     return state

@@ -154,6 +154,7 @@ def test_residuals_are_read_to_where_they_live(tmp_path: Path) -> None:
         model=SimpleNamespace(get_parameter=lambda name: param),
         outer=SimpleNamespace(anchors=dict.fromkeys(["weight", "empty"]), memory=memory),
         residuals=Residuals(memory),
+        wait=lambda: None,
         config=FederationConfig(2, wire_format="int8", offload_outer_state=True),
         mesh=SimpleNamespace(is_main=True, group_index=1, layout=FederationLayout(2, 1, {"dp_shard": 1})),
         wait=lambda: None,  # nobody else is on its communicators
