@@ -157,7 +157,6 @@ def test_residuals_are_read_to_where_they_live(tmp_path: Path) -> None:
         wait=lambda: None,
         config=FederationConfig(2, wire_format="int8", offload_outer_state=True),
         mesh=SimpleNamespace(is_main=True, group_index=1, layout=FederationLayout(2, 1, {"dp_shard": 1})),
-        wait=lambda: None,  # nobody else is on its communicators
     )
     stored = torch.arange(12.0).view(4, 3)
     save_tensors({"residual/weight": stored}, tmp_path / group_folder(1), None)
