@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from .config import FederationConfig
 from .exchange_plan import ExchangePlan, plan_exchange
@@ -16,8 +18,8 @@ from .inner_moments import InnerMoments
 from .lora import product_pairs
 from .mesh import Peers
 from .outer import OuterLoop
-from .shards import accumulation_dtype, all_finite, persistent_buffers, reshard
-from .trained_parameters import TrainedParameters
+from .shards import accumulation_dtype, all_finite, persistent_buffers, reshard, shards_of
+from .trained_parameters import Survey, TrainedParameters
 
 
 class AveragedTensors:
@@ -66,11 +68,11 @@ class AveragedTensors:
             border, and made anew where parameters were unfrozen.
         """
         reshard(self.model)
-        self.trained.note_trainable()
-        shards = self.trained.averaged_shards()
+        found = self.trained.survey()
+        shards = shards_of(found.averaged)
         means = self.outer.means(shards)
         moments, problems = self.moments.collect(shards)
-        problems += self.trained.strays()
+        problems += found.strays
         buffers = persistent_buffers(self.model)
         pairs = self.pairs(shards)
         paired = {name for pair in pairs for name in pair}
@@ -87,20 +89,35 @@ class AveragedTensors:
                 for name in pair
             }
             plans["adapters"] = self.plan("adapters", tables)
-        finite = all_finite([*shards.values(), *moments.values(), *self.trained.checked_besides(shards, buffers)])
+        finite = all_finite([*shards.values(), *moments.values(), *self.checked_besides(found, buffers)])
         dtypes = {name: shard.dtype for name, shard in shards.items()}
-        return Held(shards, dtypes, means, moments, buffers, plans, finite, problems, self.copies(shards))
+        return Held(shards, dtypes, means, moments, buffers, plans, finite, problems, self.copies(found.averaged))
 
-    def parameter_plans(self, means: Mapping[str, torch.Tensor], part: str = "parameters") -> dict[str, ExchangePlan]:
+    def checked_besides(self, found: Survey, buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """
+        What must be finite besides the averaged parameters: the group's own, and buffers that were when training began.
+
+        Args:
+            found ([`Survey`]):
+                Of the model.
+            buffers (`Mapping[str, torch.Tensor]`):
+                The persistent buffers.
+        """
+        return [*shards_of(found.others).values(), *(buffers[name] for name in self.trained.checked_buffers)]
+
+    def parameter_plans(
+        self, means: Mapping[str, torch.Tensor], fragment: int | None = None
+    ) -> dict[str, ExchangePlan]:
         """
         The plans of parameters, `"parameters"` and, under a lossy format, `"newcomers"` that have no anchor yet.
 
         Args:
             means (`Mapping[str, torch.Tensor]`):
                 What is averaged, this rank's shards.
-            part (`str`, defaults to `"parameters"`):
-                Of which part of the model.
+            fragment (`int`, *optional*):
+                Number of the fragment that it is; by default the whole model.
         """
+        part = "parameters" if fragment is None else f"fragment {fragment}"
         wire_format, anchors = self.config.wire_format, self.outer.anchors
         newcomers = {} if wire_format == "fp32" else {n: mean for n, mean in means.items() if n not in anchors}
         known = {name: mean for name, mean in means.items() if name not in newcomers}
@@ -141,21 +158,25 @@ class AveragedTensors:
         """
         return [pair for pair in self._adapters if all(name in shards for name in pair)]
 
-    def copies(self, names: Iterable[str]) -> dict[str, int]:
+    def copies(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """
-        How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it. To be asked
-        while the model is resharded.
+        How many ranks of a group hold each element of a parameter: its replicas, and axes that do not shard it.
 
         Args:
-            names (`Iterable[str]`):
-                Of parameters.
+            parameters (`Mapping[str, torch.Tensor]`):
+                By name, of a resharded model.
         """
         found: dict[str, int] = {}
-        for name in names:
-            param = self.model.get_parameter(name)
-            found[name] = 1
-            if isinstance(param, DTensor):
-                sizes = zip(param.device_mesh.mesh.shape, param.placements, strict=True)
-                sharded = math.prod(size for size, placement in sizes if not placement.is_replicate())
-                found[name] = self.mesh.group.size() // sharded
+        known: dict[Any, int] = {}  # most parameters are sharded alike
+        for name, param in parameters.items():
+            placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+            if placed not in known:
+                known[placed] = 1 if placed is None else self.mesh.group.size() // _num_shards(*placed)
+            found[name] = known[placed]
         return found
+
+
+def _num_shards(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
+    return math.prod(
+        size for size, placement in zip(mesh.shape, placements, strict=True) if not placement.is_replicate()
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from .selection import Selection
 from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
 
 
-# Elements that are checksummed at once; a multiple of 8, so that only the last chunk of a tensor is padded.
-_CHECKSUM_CHUNK = 2**20
+# Bytes that are checksummed at once: small tensors together, large ones in parts. Whole words.
+_CHECKSUM_CHUNK = 2**22
 
 
 def agree_on_model(
@@ -212,13 +212,30 @@ def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch
     plain = torch.zeros((), dtype=torch.int64, device=device)
     placed = torch.zeros((), dtype=torch.int64, device=device)
     position = 0
-    for tensor in tensors.values():
-        for chunk in to_wire(tensor, device).reshape(-1).split(_CHECKSUM_CHUNK):
-            padding = -chunk.numel() * chunk.element_size() % 8 // chunk.element_size()
-            # A copy: words of 8 bytes need memory that is aligned to them.
-            words = torch.nn.functional.pad(chunk, (0, padding)).clone().view(torch.int64)
-            places = torch.arange(position, position + words.numel(), device=device)
-            plain += words.sum()
-            placed += (words * (2 * places + 1)).sum()
-            position += words.numel()
+    for words in _words(tensors.values(), device):
+        places = torch.arange(position, position + words.numel(), device=device)
+        plain += words.sum()
+        placed += (words * (2 * places + 1)).sum()
+        position += words.numel()
     return torch.stack([plain, placed])
+
+
+def _words(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """All bytes as words of 8, chunk by chunk. A model has many small tensors: each by itself would be a dozen kernels."""
+    waiting: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        for part in to_wire(tensor, device).reshape(-1).view(torch.uint8).split(_CHECKSUM_CHUNK):
+            if num_bytes + part.numel() > _CHECKSUM_CHUNK:
+                yield _as_words(waiting)
+                waiting, num_bytes = [], 0
+            waiting.append(part)
+            num_bytes += part.numel()
+    if num_bytes:
+        yield _as_words(waiting)
+
+
+def _as_words(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    padding = torch.zeros(-sum(part.numel() for part in parts) % 8, dtype=torch.uint8, device=parts[0].device)
+    # In memory of its own, which is aligned to words.
+    return torch.cat([*parts, padding]).view(torch.int64)

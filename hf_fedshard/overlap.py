@@ -29,7 +29,7 @@ from .fragment_windows import FragmentWindows
 from .fragments import divide, starts, trained_sizes
 from .mesh import OverlapPeers
 from .overlapped_exchange import FoundByAll, exchange_snapshot
-from .shards import reshard
+from .shards import reshard_modules
 from .snapshots import Snapshots
 
 
@@ -133,13 +133,12 @@ class OverlappedAveraging:
         tally, updates = self._windows.close(fragment, span)
         last = fragment == len(self.fragments) - 1
         self._had_turn = set() if last else {*self._had_turn, fragment}
-        # A whole model is exchanged as at full borders, so that these do not take over what is owed.
-        part = f"fragment {fragment}" if len(self.fragments) > 1 else "parameters"
         # Here, where all ranks have taken in the same outcomes; and ahead of the snapshot, which says when a device is ready.
         more: dict[str, float | torch.Tensor] = dict(self._anchors.row()) if last else {}
-        snapshot = self._snapshots.take(part, self.fragments[fragment], with_buffers=last)
+        number = fragment if len(self.fragments) > 1 else None
+        snapshot = self._snapshots.take(number, self.fragments[fragment], with_buffers=last)
         asked = Asked(votes, sums)
-        more |= {**asked.row(), "frozen": float(self.averager.trained.has_frozen())}
+        more |= {**asked.row(), "frozen": float(snapshot.has_frozen)}
         bytes_sent = sum(plan.slow_bytes() for plan in snapshot.plans.values()) + bytes_besides
 
         def exchange() -> Landed:
@@ -197,7 +196,7 @@ class OverlappedAveraging:
         self._flights.popleft()
         last = flight.fragment == len(self.fragments) - 1
         names = self.fragments[flight.fragment]
-        reshard(self.averager.model)
+        reshard_modules(flight.snapshot.sharded)
         # The outer step moves the anchors alone: the model has left the snapshot, and is given the difference.
         held = dataclasses.replace(landed.held, shards={})
         outcome = self.averager.settle(held, landed.found, landed.excluded, names, last)

@@ -85,6 +85,8 @@ class Selection:
         self.included = parse_patterns(config.include_parameters)
         self.excluded = parse_patterns(config.exclude_parameters) + parse_patterns(config.local_parameters)
         self.local = parse_patterns(config.local_parameters)
+        self._roles: dict[str, tuple[bool, bool]] = {}
+        """Whether a name is averaged, and local: asked for every parameter in each averaging."""
 
     def is_local(self, name: str) -> bool:
         """
@@ -94,7 +96,7 @@ class Selection:
             name (`str`):
                 Of a parameter that trains, or of a buffer.
         """
-        return matches(plain_name(name), self.local)
+        return self._role(name)[1]
 
     def is_averaged(self, name: str) -> bool:
         """
@@ -104,8 +106,14 @@ class Selection:
             name (`str`):
                 Of a parameter that trains.
         """
-        name = plain_name(name)
-        return matches(name, self.included) and not matches(name, self.excluded)
+        return self._role(name)[0]
+
+    def _role(self, name: str) -> tuple[bool, bool]:
+        if name not in self._roles:
+            plain = plain_name(name)
+            averaged = matches(plain, self.included) and not matches(plain, self.excluded)
+            self._roles[name] = averaged, matches(plain, self.local)
+        return self._roles[name]
 
     def check(self, model: nn.Module) -> None:
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> list[FSDPModule]:
     """
     Puts every FSDP2 module back to its sharded parameters.
 
@@ -23,10 +23,25 @@ def reshard(model: nn.Module) -> None:
     Args:
         model (`nn.Module`):
             A model with FSDP2 modules. No collective.
+
+    Returns:
+        `list[FSDPModule]`: These modules, for [`reshard_modules`].
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    reshard_modules(modules)
+    return modules
+
+
+def reshard_modules(modules: Iterable[FSDPModule]) -> None:
+    """
+    [`reshard`] without a walk over the model.
+
+    Args:
+        modules (`Iterable[FSDPModule]`):
+            What is to be put back to its sharded parameters.
+    """
+    for module in modules:
+        module.reshard()
 
 
 def check_trainable_parameters(model: nn.Module) -> None:
@@ -97,14 +112,26 @@ def local_shards(model: nn.Module, plain: bool = False) -> dict[str, torch.Tenso
         `dict[str, torch.Tensor]`: By name, in the model's order, the same on all ranks. Each aliases the parameter's
         storage; a shard may be empty. A tensor that several modules share appears once.
     """
-    shards = {}
-    for name, param in model.named_parameters():
-        local = param.detach()
-        if isinstance(local, DTensor):
-            shards[name] = local.to_local()
-        elif plain:
-            shards[name] = local
-    return shards
+    return shards_of({name: param for name, param in model.named_parameters() if plain or isinstance(param, DTensor)})
+
+
+@torch.no_grad()
+def shards_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    The tensors in which this rank holds its share of some parameters.
+
+    Args:
+        parameters (`Mapping[str, torch.Tensor]`):
+            By name, of a resharded model. One that is no `DTensor` is held whole.
+
+    Returns:
+        `dict[str, torch.Tensor]`: In their order. Each aliases the parameter's storage.
+    """
+    # In this order: detaching a DTensor goes through its dispatcher, which takes longer than all the rest of a walk.
+    return {
+        name: (param.to_local() if isinstance(param, DTensor) else param).detach()
+        for name, param in parameters.items()
+    }
 
 
 def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> DTensor:

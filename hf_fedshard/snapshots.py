@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from .averaging import ModelAverager
 from .exchange_plan import ExchangePlan
 from .held import Held
-from .shards import accumulation_dtype, all_finite, local_shards, persistent_buffers, reshard
+from .shards import accumulation_dtype, all_finite, persistent_buffers, reshard, reshard_modules, shards_of
 
 
 @dataclass
@@ -39,6 +40,10 @@ class Snapshot:
             See [`Held`].
         ready (`torch.Event`, *optional*):
             On a device: when the copies are made.
+        has_frozen (`bool`):
+            Whether something that is averaged trains no more, in this fragment or another.
+        sharded (`list[FSDPModule]`):
+            The modules that are resharded before the outcome is taken in.
     """
 
     shards: dict[str, torch.Tensor]
@@ -51,6 +56,8 @@ class Snapshot:
     problems: list[str]
     copies: dict[str, int]
     ready: torch.Event | None
+    has_frozen: bool
+    sharded: list[FSDPModule]
 
     def to_exchange(self) -> Held:
         """What a rank brings to the exchange, in which averages are formed. For the thread that exchanges."""
@@ -81,16 +88,19 @@ class Snapshots:
     def __init__(self, averager: ModelAverager, device: torch.device) -> None:
         self.averager = averager
         self.device = device
-        self._kept: dict[str, dict[str, torch.Tensor]] = {}
+        self._kept: dict[int | None, dict[str, torch.Tensor]] = {}
 
     @torch.no_grad()
-    def take(self, part: str, names: Collection[str] | None, with_buffers: bool) -> Snapshot:
+    def take(self, fragment: int | None, names: Collection[str] | None, with_buffers: bool) -> Snapshot:
         """
-        Copies what is averaged, without communication and, on a device, without waiting for it.
+        Copies what is averaged, without communication and, on a device, without waiting for it. It keeps a Python thread from
+        launching the next step for as long as it takes, so it walks over the modules once, over the parameters once, and from
+        there on over the fragment's alone.
 
         Args:
-            part (`str`):
-                What part of the model it is. Its last snapshot is overwritten, so what came of that has to be in the model.
+            fragment (`int`, *optional*):
+                Number of the fragment; `None` for the whole model. Its last snapshot is overwritten, so what came of that has
+                to be in the model.
             names (`Collection[str]`, *optional*):
                 Of its parameters; by default all.
             with_buffers (`bool`):
@@ -100,15 +110,15 @@ class Snapshots:
             [`Snapshot`]: The copies.
         """
         averager = self.averager
-        reshard(averager.model)
-        averager.trained.note_trainable()
-        everything = averager.trained.averaged_shards()
-        shards = {name: shard for name, shard in everything.items() if names is None or name in names}
-        target = self._storage(part, shards)
+        sharded = reshard(averager.model)
+        found = averager.trained.survey()
+        parameters = {name: param for name, param in found.averaged.items() if names is None or name in names}
+        shards = shards_of(parameters)
+        target = self._storage(fragment, shards)
         if shards:
             torch._foreach_copy_(list(target.values()), list(shards.values()), non_blocking=True)
         buffers = persistent_buffers(averager.model) if with_buffers else {}
-        besides = averager.trained.checked_besides(everything, buffers) if with_buffers else []
+        besides = averager.tensors.checked_besides(found, buffers) if with_buffers else []
         return Snapshot(
             shards=target,
             means={name: self._room(shard) for name, shard in shards.items()},
@@ -116,17 +126,19 @@ class Snapshots:
             buffers={name: buffer.clone() for name, buffer in buffers.items()},
             mean_buffers={name: torch.empty_like(buffer) for name, buffer in buffers.items()},
             besides=[torch.linalg.vector_norm(tensor, ord=float("inf")) for tensor in besides if _has_floats(tensor)],
-            plans=averager.tensors.parameter_plans(target, part),
-            problems=averager.trained.strays(),
-            copies=averager.tensors.copies(shards),
+            plans=averager.tensors.parameter_plans(target, fragment),
+            problems=found.strays,
+            copies=averager.tensors.copies(parameters),
             ready=self._record(),
+            has_frozen=found.has_frozen,
+            sharded=sharded,
         )
 
-    def _storage(self, part: str, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        kept = self._kept.get(part)
+    def _storage(self, fragment: int | None, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = self._kept.get(fragment)
         wanted = [(name, shard.shape, accumulation_dtype(shard.dtype)) for name, shard in shards.items()]
         if kept is None or [(name, tensor.shape, tensor.dtype) for name, tensor in kept.items()] != wanted:
-            kept = self._kept[part] = {name: self._room(shard) for name, shard in shards.items()}
+            kept = self._kept[fragment] = {name: self._room(shard) for name, shard in shards.items()}
         return kept
 
     def _room(self, shard: torch.Tensor) -> torch.Tensor:
@@ -168,8 +180,8 @@ class Snapshots:
                 Whether the new model is taken as it is, bit for bit.
         """
         averager = self.averager
-        reshard(averager.model)
-        shards = local_shards(averager.model, plain=averager.mesh.in_process)
+        reshard_modules(snapshot.sharded)
+        shards = shards_of({name: averager.model.get_parameter(name) for name in snapshot.shards})
         plain = averager.outer.optimizer is None
         new = snapshot.means if plain else averager.outer.anchors
         for names in self._turns(snapshot, shards, new):
@@ -182,12 +194,12 @@ class Snapshots:
                 torch._foreach_neg_(distances)
                 torch._foreach_add_(distances, [_bring(new[name], shards[name]) for name in names])
             torch._foreach_add_(own, distances, alpha=share)
-        buffers = persistent_buffers(averager.model)
         for name, mean in snapshot.mean_buffers.items():
+            buffer = averager.model.get_buffer(name)
             if replace or mean.dtype.is_floating_point:
-                buffers[name].copy_(mean)
+                buffer.copy_(mean)
             elif mean.dtype != torch.bool:
-                buffers[name].add_(mean - snapshot.buffers[name])
+                buffer.add_(mean - snapshot.buffers[name])
 
     def _turns(
         self, snapshot: Snapshot, shards: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .mesh import Peers
 from .selection import Selection
-from .shards import all_finite, local_shards, persistent_buffers, unmanaged_parameters
+from .shards import all_finite, persistent_buffers, shards_of
+
+
+@dataclass(frozen=True)
+class Survey:
+    """
+    What a walk over a model's parameters has found, of those that train or have trained since the last border.
+
+    Args:
+        averaged (`dict[str, torch.Tensor]`):
+            Parameters that the groups average, by name, in the model's order.
+        others (`dict[str, torch.Tensor]`):
+            The group's own. They are not averaged, and must be finite.
+        strays (`list[str]`):
+            What has come to train after the start and cannot be averaged, in words.
+        has_frozen (`bool`):
+            Whether something that is averaged trains no more.
+    """
+
+    averaged: dict[str, torch.Tensor]
+    others: dict[str, torch.Tensor]
+    strays: list[str]
+    has_frozen: bool
 
 
 class TrainedParameters:
@@ -56,11 +80,6 @@ class TrainedParameters:
         training = {name for name, param in self.model.named_parameters() if param.requires_grad}
         self._trained &= training | {name for name in self._trained if self.selection.is_local(name)}
 
-    def has_frozen(self) -> bool:
-        """Whether something that is averaged has been frozen since the last border."""
-        training = {name for name, param in self.model.named_parameters() if param.requires_grad}
-        return any(not self.selection.is_local(name) for name in self._trained - training)
-
     def local_names(self) -> set[str]:
         """Names of the parameters and persistent buffers of which each group has its own."""
         names = {*self._trained, *persistent_buffers(self.model)}
@@ -68,30 +87,41 @@ class TrainedParameters:
 
     def averaged_shards(self) -> dict[str, torch.Tensor]:
         """This rank's shards of what is averaged, aliasing the parameters, in the model's order. Reshard first."""
-        return {
-            name: shard
-            for name, shard in self._shards().items()
-            if name in self._trained and self.selection.is_averaged(name)
-        }
+        return shards_of(
+            {
+                name: param
+                for name, param in self.model.named_parameters()
+                if name in self._trained and self.selection.is_averaged(name) and self._is_managed(param)
+            }
+        )
 
-    def checked_besides(
-        self, shards: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def survey(self) -> Survey:
         """
-        What must be finite besides the averaged parameters: the group's own, and buffers that were when training began.
-
-        Args:
-            shards (`Mapping[str, torch.Tensor]`):
-                From [`~TrainedParameters.averaged_shards`].
-            buffers (`Mapping[str, torch.Tensor]`):
-                The persistent buffers.
+        [`~TrainedParameters.note_trainable`], and all else that an averaging has to know of the parameters, in one walk over the
+        model. Reshard first.
         """
-        local = [shard for name, shard in self._shards().items() if name in self._trained and name not in shards]
-        return [*local, *(buffers[name] for name in self.checked_buffers)]
+        training: set[str] = set()
+        averaged: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor] = {}
+        unmanaged = []
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                training.add(name)
+            elif name not in self._trained:
+                continue
+            if self._is_managed(param):
+                (averaged if self.selection.is_averaged(name) else others)[name] = param
+            elif param.requires_grad:
+                unmanaged.append(name)
+        self._trained |= training
+        has_frozen = any(not self.selection.is_local(name) for name in self._trained - training)
+        return Survey(averaged, others, self._strays(unmanaged), has_frozen)
 
-    def strays(self) -> list[str]:
-        """What has come to train after the start and cannot be averaged, in words."""
-        unmanaged = [] if self.mesh.in_process else unmanaged_parameters(self.model)
+    def _is_managed(self, param: torch.Tensor) -> bool:
+        """By FSDP2. Groups that one process holds have plain parameters."""
+        return self.mesh.in_process or isinstance(param, DTensor)
+
+    def _strays(self, unmanaged: Sequence[str]) -> list[str]:
         problems = [
             "Trainable parameters were added after training began, and FSDP2 does not manage them, so their gradients "
             f"are reduced nowhere: {', '.join(unmanaged)}. Add them before `prepare`."
@@ -101,6 +131,3 @@ class TrainedParameters:
             f"{name} was unfrozen, but is neither averaged nor local: see include_parameters and local_parameters."
             for name in sorted(stray)[:1]
         ]
-
-    def _shards(self) -> dict[str, torch.Tensor]:
-        return local_shards(self.model, plain=self.mesh.in_process)

@@ -321,7 +321,7 @@ def _norms_under_tensor_parallelism() -> tuple[float, float]:
     mesh, model = _tensor_parallel()
     averager = ModelAverager(model, mesh, _config(outer_optimizer="nesterov"), [])
     shards = averager.trained.averaged_shards()
-    copies = averager.tensors.copies(shards)
+    copies = averager.tensors.copies(dict(model.named_parameters()))
     parts = [shard.square().sum() / copies[name] for name, shard in shards.items()]
     total = torch.stack(parts).sum()
     dist.all_reduce(total, group=mesh.group)

@@ -219,7 +219,7 @@ def test_errors_reach_the_caller_and_leave_no_thread_waiting() -> None:
     def fail() -> None:
         raise KeyError("on one group")
 
-    simulation.groups[1].rounds.averager.trained.strays = fail  # type: ignore[method-assign, assignment]
+    simulation.groups[1].rounds.averager.trained.survey = fail  # type: ignore[method-assign, assignment]
     for group in simulation.groups:
         group.count_step()
         group.count_step()
