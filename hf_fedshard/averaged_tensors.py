@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .config import FederationConfig
-from .exchange_plan import ExchangePlan, plan_exchange
+from .exchange_plan import ExchangePlan, join_plans, plan_exchange
 from .held import Held
 from .inner_moments import InnerMoments
 from .lora import product_pairs
@@ -20,6 +20,7 @@ from .mesh import Peers
 from .outer import OuterLoop
 from .shards import accumulation_dtype, all_finite, persistent_buffers, reshard, shards_of
 from .trained_parameters import Survey, TrainedParameters
+from .wire import find_codec
 
 
 class AveragedTensors:
@@ -59,9 +60,13 @@ class AveragedTensors:
         self._plans: dict[str, tuple[object, ExchangePlan]] = {}
         self._adapters = product_pairs(model, trained.selection) if config.lora_average == "product" else []
 
-    def collect(self) -> Held:
+    def collect(self, fragments: Sequence[Collection[str] | None] = (None,)) -> Held:
         """
         Gathers what this rank brings to a border, without communication.
+
+        Args:
+            fragments (`Sequence`, *optional*):
+                Names of the parameters of each fragment, where these are exchanged beside the steps; `None` stands for all.
 
         Returns:
             [`Held`]: Everything that trains or has trained, the buffers, and the plans; these are kept from border to
@@ -76,7 +81,7 @@ class AveragedTensors:
         buffers = persistent_buffers(self.model)
         pairs = self.pairs(shards)
         paired = {name for pair in pairs for name in pair}
-        plans = self.parameter_plans({n: t for n, t in means.items() if n not in paired})
+        plans = self._border_plans({n: t for n, t in means.items() if n not in paired}, fragments)
         if moments:
             # They have no anchor to be a difference to. bfloat16 has fp32's range: a second moment cannot vanish in it.
             wire_format = "fp32" if self.config.wire_format == "fp32" else "bf16"
@@ -104,6 +109,24 @@ class AveragedTensors:
                 The persistent buffers.
         """
         return [*shards_of(found.others).values(), *(buffers[name] for name in self.trained.checked_buffers)]
+
+    def _border_plans(
+        self, means: Mapping[str, torch.Tensor], fragments: Sequence[Collection[str] | None]
+    ) -> dict[str, ExchangePlan]:
+        """The plans of all parameters. Where errors are fed back, the buckets of the fragments, of which something is owed."""
+        codec = find_codec(self.config.wire_format)
+        if len(fragments) == 1 or codec is None or not codec.feeds_back:
+            return self.parameter_plans(means)
+        several: dict[str, list[ExchangePlan]] = {}
+        rest = dict(means)
+        for number, names in enumerate(fragments):
+            own = {name: rest.pop(name) for name in means if names is None or name in names}
+            for part, plan in self.parameter_plans(own, number).items():
+                several.setdefault(part, []).append(plan)
+        # What was added to the model since it was divided has no turn, and is averaged at borders alone.
+        for part, plan in self.parameter_plans(rest).items() if rest else ():
+            several.setdefault(part, []).append(plan)
+        return {part: join_plans(plans) for part, plans in several.items()}
 
     def parameter_plans(
         self, means: Mapping[str, torch.Tensor], fragment: int | None = None

@@ -6,7 +6,7 @@ process group that averages it, and how its slices come back together inside the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,10 @@ class Bucket:
     dtype: torch.dtype
     numel: int
     pieces: tuple[Piece, ...]
+
+    def names(self) -> frozenset[str]:
+        """Of the tensors that it has elements of."""
+        return frozenset(piece.name for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class ExchangePlan:
 
     def names(self) -> frozenset[str]:
         """Of the tensors with at least one element on this rank."""
-        return frozenset(piece.name for bucket in self.buckets for piece in bucket.pieces)
+        return frozenset(name for bucket in self.buckets for name in bucket.names())
 
     def slow_bytes(self) -> int:
         """
@@ -132,6 +136,17 @@ def plan_exchange(
         capacity = max(bucket_size_bytes // dtype.itemsize // granule, 1) * granule
         buckets.extend(_fill_buckets(sizes, dtype, capacity, granule))
     return ExchangePlan(tuple(buckets), mesh.fed, mesh.replicate, codec)
+
+
+def join_plans(plans: Sequence[ExchangePlan]) -> ExchangePlan:
+    """
+    One plan for what several exchange one after another, in the same buckets.
+
+    Args:
+        plans (`Sequence[ExchangePlan]`):
+            Of different tensors, among the same peers and in the same format; at least one.
+    """
+    return replace(plans[0], buckets=tuple(bucket for plan in plans for bucket in plan.buckets))
 
 
 def _fill_buckets(sizes: Sequence[tuple[str, int]], dtype: torch.dtype, capacity: int, granule: int) -> list[Bucket]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,10 +16,10 @@ class Residuals:
     What encoding has lost so far on this rank, see [`run_lossy_exchange`]. In the unit of the parameters and in their
     accumulation dtype: 4 bytes for each element that this rank exchanges, which is its slice of its shards.
 
-    They are kept plan by plan: fragments of a model, whose turns alternate, each keep theirs. Plans that share a parameter,
-    as those of a fragment and of the whole model do, are not held at a time: the one in use takes over what is owed. For that
-    time whole shards of it are held where the residuals live, 4 bytes an element, and with replicas they are gathered inside
-    the group.
+    They are kept bucket by bucket, so that plans that have buckets in common share what is owed of them: the plan of a whole
+    model is made of those of its fragments, whose turns alternate. Buckets that cut the same parameters in other places, since
+    one was unfrozen say, take over what is owed. For that time whole shards of these parameters are held where the residuals
+    live, 4 bytes an element, and with replicas they are gathered inside the group.
 
     Args:
         memory ([`OuterMemory`]):
@@ -28,23 +28,25 @@ class Residuals:
 
     def __init__(self, memory: OuterMemory) -> None:
         self.memory = memory
-        self._slices: list[tuple[ExchangePlan, list[torch.Tensor]]] = []
+        self._slices: dict[Bucket, torch.Tensor] = {}
+        self._plan: ExchangePlan | None = None
+        """The last one: how buckets are sliced is the same in all."""
         self._device = torch.device("cpu")
         self._whole: dict[str, torch.Tensor] = {}
-        """Whole shards of what no plan holds: from a checkpoint, or of parts of a plan that is no longer in use."""
+        """Whole shards of what is in no bucket: from a checkpoint, or of parts of a plan that is no longer in use."""
 
     def __bool__(self) -> bool:
-        """Whether there has been an exchange to owe something from, the same on all ranks."""
-        return bool(self._slices or self._whole)
+        """Whether there has been an exchange to owe something from, the same on all ranks: one may hold no element."""
+        return self._plan is not None or bool(self._whole)
 
     @property
     def flats(self) -> list[torch.Tensor]:
-        """This rank's slices of the buckets of all plans."""
-        return [flat for _, flats in self._slices for flat in flats]
+        """This rank's slices of all buckets."""
+        return list(self._slices.values())
 
     def reset(self) -> None:
         """Nothing is owed."""
-        self._slices, self._whole = [], {}
+        self._slices, self._plan, self._whole = {}, None, {}
 
     def load(self, shards: Mapping[str, torch.Tensor]) -> None:
         """
@@ -52,14 +54,14 @@ class Residuals:
 
         Args:
             shards (`Mapping[str, torch.Tensor]`):
-                Local shards by name, of any of the parameters; each is kept until a plan has it.
+                Local shards by name, of any of the parameters; each is kept until a bucket has it.
         """
         self.reset()
         self._whole = dict(shards)
 
     def of(self, plan: ExchangePlan, device: torch.device, known: Collection[str] = ()) -> list[torch.Tensor] | None:
         """
-        The residuals of a plan's buckets, which the exchange writes. Where the plan takes over from others it is collective
+        The residuals of a plan's buckets, which the exchange writes. Where buckets take over from others it is collective
         over the replicas of a shard. These hold the same shards and arrive at the same plans in the same order, so that
         all of them come here together or none.
 
@@ -76,53 +78,72 @@ class Residuals:
         """
         if plan.codec is None or not plan.codec.feeds_back:
             return None
-        for held, flats in self._slices:
-            if held == plan:  # by value: what is made anew for the same parameters cuts them in the same way
-                return flats
-        here, self._device = plan.names(), device
-        kept = []
-        for held, flats in self._slices:
-            names = held.names()
-            if names & here:
-                self._whole.update(self._gather(held, flats))
-            elif any(name in known for name in names):
-                kept.append((held, flats))
-        own = [self._cut(plan, bucket, self._whole) for bucket in plan.buckets]
-        self._slices = [*kept, (plan, own)]
-        self._whole = {name: shard for name, shard in self._whole.items() if name in known and name not in here}
-        return own
+        self._plan, self._device = plan, device
+        # By value: what is made anew for the same parameters cuts them in the same way.
+        if missing := [bucket for bucket in plan.buckets if bucket not in self._slices]:
+            self._take_over(plan, missing, known)
+        return [self._slices[bucket] for bucket in plan.buckets]
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """
         Local shards of what is owed, as long as those of the parameters and 1-D; of the replicas of a shard all together,
         the same in each. Collective over these.
         """
-        found = dict(self._whole)
-        for plan, flats in self._slices:
-            found.update(self._gather(plan, flats))
-        return found
+        return {**self._whole, **self._gather(list(self._slices))}
 
-    def _gather(self, plan: ExchangePlan, flats: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _take_over(self, plan: ExchangePlan, missing: Sequence[Bucket], known: Collection[str]) -> None:
+        """Makes the missing buckets of a plan from those that have cut the same parameters so far."""
+        here, ending = plan.names(), self._cut_elsewhere(plan, missing)
+        names = _names(ending)
+        # A parameter may lie in a bucket that ends and in one that stays.
+        taken = self._gather([bucket for bucket in self._slices if bucket.names() & names])
+        self._whole |= {name: shard for name, shard in taken.items() if name in names}
+        kept = {
+            bucket: flat
+            for bucket, flat in self._slices.items()
+            if bucket not in ending and any(name in here or name in known for name in bucket.names())
+        }
+        self._slices = {**kept, **{bucket: self._cut(plan, bucket) for bucket in missing}}
+        self._whole = {name: shard for name, shard in self._whole.items() if name in known and name not in here}
+
+    def _cut_elsewhere(self, plan: ExchangePlan, missing: Sequence[Bucket]) -> set[Bucket]:
+        """The buckets that end: those outside of the plan that have a parameter in common with what is missing, or one another."""
+        names = _names(missing)
+        others, ending = set(self._slices) - set(plan.buckets), set[Bucket]()
+        while met := {bucket for bucket in others - ending if bucket.names() & names}:
+            ending |= met
+            names |= _names(met)
+        return ending
+
+    def _gather(self, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
+        """Shards of the parameters in some buckets, with what these hold of them. Collective over the replicas of a shard."""
         found: dict[str, torch.Tensor] = {}
-        sizes = {piece.name: piece.stop for bucket in plan.buckets for piece in bucket.pieces}
-        for bucket, flat in zip(plan.buckets, flats, strict=True):
-            whole = flat
-            if plan.fast is not None:
+        sizes: dict[str, int] = {}
+        for piece in (piece for bucket in buckets for piece in bucket.pieces):
+            sizes[piece.name] = max(piece.stop, sizes.get(piece.name, 0))
+        for bucket in buckets:
+            whole = flat = self._slices[bucket]
+            assert self._plan is not None
+            if self._plan.fast is not None:
                 part = flat.to(self._device)
                 whole = part.new_empty(bucket.numel)
-                all_gather(whole, part, plan.fast)
+                all_gather(whole, part, self._plan.fast)
             for piece in bucket.pieces:
                 shard = found.setdefault(piece.name, flat.new_empty(sizes[piece.name]))
                 shard[piece.start : piece.stop] = whole[piece.offset : piece.offset + piece.stop - piece.start]
         return found
 
-    def _cut(self, plan: ExchangePlan, bucket: Bucket, owed: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _cut(self, plan: ExchangePlan, bucket: Bucket) -> torch.Tensor:
         """The own slice of a bucket, zeros for what is not owed."""
         device = torch.device("cpu") if self.memory.offload else self._device
         whole = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
         for piece in bucket.pieces:
-            if piece.name in owed:
+            if piece.name in self._whole:
                 target = whole[piece.offset : piece.offset + piece.stop - piece.start]
-                target.copy_(owed[piece.name].reshape(-1)[piece.start : piece.stop])
+                target.copy_(self._whole[piece.name].reshape(-1)[piece.start : piece.stop])
         own = whole.view(plan.num_slices, -1)[plan.slice_index]
         return self.memory.copy(own, self._device)
+
+
+def _names(buckets: Iterable[Bucket]) -> frozenset[str]:
+    return frozenset(name for bucket in buckets for name in bucket.names())

@@ -218,7 +218,7 @@ class Rounds(AdvancingRounds):
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
             return self._border_as_it_is(earlier.pop(), asked)
-        held = self.averager.tensors.collect()
+        held = self.averager.tensors.collect([None] if self.overlap is None else self.overlap.fragments)
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size

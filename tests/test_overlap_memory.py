@@ -156,7 +156,10 @@ def cuts(settings: dict[str, Any]) -> list[int]:
     return [found[3], len(counts)]
 
 
+@pytest.mark.parametrize("num_fragments", [1, 2])
 @pytest.mark.parametrize("outer", [{}, {"outer_optimizer": "nesterov"}], ids=str)
-def test_borders_use_the_residuals_of_the_exchanges(world4: WorkerPool, outer: dict[str, Any]) -> None:
-    for first, last in world4.run(cuts, {"wire_format": "int8", **outer}):
+def test_borders_use_the_residuals_of_the_exchanges(
+    world4: WorkerPool, outer: dict[str, Any], num_fragments: int
+) -> None:
+    for first, last in world4.run(cuts, {"wire_format": "int8", "num_fragments": num_fragments, **outer}):
         assert first == last > 0

@@ -227,8 +227,8 @@ def refer(
         optimizer (`Callable`):
             Makes an inner optimizer.
         average (`Callable`, *optional*):
-            Forms the average of parts of the groups' models from them, their weights, and what the last outcome of all
-            parameters was. By default it is exact.
+            Forms the average of a fragment of the groups' models from it, their weights, and what the last outcome of all
+            parameters was; at a border of one after the other. By default it is exact.
         measured (`list`, *optional*):
             Takes, for each average in order: the mean over the groups of the squared distance to it, and the squared norms of it
             and of the pseudo-gradient.
@@ -260,7 +260,10 @@ def refer(
         return [count / sum(counts) for count in counts]
 
     def form(states: Sequence[State], weights: Sequence[float], turn: Collection[str] = names) -> State:
-        mean = average(states, weights, anchors) if average else weighted_average(states, weights)
+        mean = weighted_average(states, weights) if average is None else {}
+        for part in parts if average else ():
+            own = [{name: state[name] for name in part if name in state} for state in states]
+            mean |= average(own, weights, anchors) if average and own[0] else {}
         stepped = {name: tensor for name, tensor in mean.items() if outer is None or name in turn}
         if measured is not None:
             drifts = [sum((state[name] - mean[name]).square().sum().item() for name in mean) for state in states]
