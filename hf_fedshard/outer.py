@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
+from .apart import Apart
 from .config import FederationConfig
 from .outer_memory import OuterMemory
 from .outer_optimizers import is_plain_averaging, make_outer_optimizer, rate_factor
@@ -33,13 +34,12 @@ class OuterLoop:
     def __init__(self, config: FederationConfig) -> None:
         self.config = config
         self.anchors: dict[str, torch.Tensor] = {}
-        self.apart: set[str] = set()
-        """Names of the parameters that have left their anchor at a border, which was not their turn. The same on all ranks."""
         self.num_steps = 0
         """Outer steps made: where the schedule stands."""
         self.plain = is_plain_averaging(config)
         self.keeps_anchors = not self.plain or bool(config.proximal_mu) or find_codec(config.wire_format) is not None
         self.memory = OuterMemory(config.offload_outer_state)
+        self.apart = Apart(self.memory)
         self.optimizer: torch.optim.Optimizer | None = None
         self._rate = 0.0
         self._device: torch.device | None = None
@@ -106,7 +106,7 @@ class OuterLoop:
                 Of the parameters.
         """
         names = set(names)
-        self.apart -= names
+        self.apart.rejoin(names)
         dropped = {id(self.anchors.pop(name)) for name in names}
         if self.optimizer is None:
             return
@@ -163,6 +163,7 @@ class OuterLoop:
             if name not in self.anchors:
                 continue  # it has not moved from the average that it begins from
             start = self.anchors[name].to(dtypes[name])
+            self.apart.complete(name, mean)
             # A snapshot may lie in host memory.
             mean.neg_().add_(start.to(mean.device))
             squares.append(mean.norm().double().square() / copies[name])
@@ -233,19 +234,17 @@ class OuterLoop:
             self.anchors[name].grad = None
             if name in shards:
                 shards[name].copy_(self.anchors[name])
-        self.apart.difference_update(means)
+        self.apart.rejoin(means)
         self.num_steps += last
         return rate
 
     def _leave(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor]) -> None:
         """Takes the average as the model, and leaves the anchor where it is."""
+        newcomers = {name: mean for name, mean in means.items() if name not in self.anchors}
+        self.take(newcomers, shards)
         for name, mean in means.items():
-            if name in shards and mean is not shards[name]:
-                shards[name].copy_(mean)
-            if name in self.anchors:
-                self.apart.add(name)
-            else:
-                self._adopt(name, mean)
+            if name not in newcomers:
+                self.apart.leave(name, mean, shards.get(name))
 
     @torch.no_grad()
     def take(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor]) -> None:
@@ -258,7 +257,7 @@ class OuterLoop:
             shards (`Mapping[str, torch.Tensor]`):
                 This rank's shards, written in place; those that are missing are left to the caller.
         """
-        self.apart.difference_update(means)
+        self.apart.rejoin(means)
         for name, mean in means.items():
             if name in shards and mean is not shards[name]:
                 shards[name].copy_(mean)

@@ -34,6 +34,7 @@ _SETTINGS = (
     "outer_max_norm",
 )
 _ANCHOR = "anchor"
+_REST = "rest"
 
 
 def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterState:
@@ -64,8 +65,10 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
     for name, anchor in outer.anchors.items():
         param = averager.model.get_parameter(name)
         plain = plain_name(name)
-        if inside or param.dtype != anchor.dtype or name in outer.apart:
+        if inside or param.dtype != anchor.dtype or name in outer.apart.names:
             tensors[f"{plain}/{_ANCHOR}"] = as_sharded(anchor, param)
+        if name in outer.apart.rests:
+            tensors[f"{plain}/{_REST}"] = as_sharded(outer.apart.rests[name], param)
         state = {} if outer.optimizer is None else outer.optimizer.state.get(anchor, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == anchor.shape:
@@ -216,10 +219,13 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
         param = averager.model.get_parameter(names[plain])
         if key == _ANCHOR:
             wanted[entry] = as_sharded(anchor, param)
-            outer.apart.add(names[plain])  # until it is stepped: another checkpoint may be made ahead of that
+            outer.apart.names.add(names[plain])  # until it is stepped: another checkpoint may be made ahead of that
         elif tensor.shape == param.shape:
             own = outer.memory.copy(torch.empty_like(anchor, dtype=tensor.dtype), anchor.device)
-            state.setdefault(anchor, {})[key] = own
+            if key == _REST:
+                outer.apart.rests[names[plain]] = own
+            else:
+                state.setdefault(anchor, {})[key] = own
             wanted[entry] = as_sharded(own, param)
         else:
             device = "cpu" if key in stored["on_cpu"] else anchor.device

@@ -55,6 +55,8 @@ def outer_of(rounds: Any) -> dict[str, Any]:
     averager = rounds.averager
     parameters = dict(averager.model.named_parameters())
     found: dict[str, Any] = {"num_steps": averager.outer.num_steps}
+    for name, rest in averager.outer.apart.rests.items():
+        found[f"{name}/rest"] = as_sharded(rest, parameters[name]).full_tensor()
     for name, anchor in averager.outer.anchors.items():
         found[f"{name}/anchor"] = as_sharded(anchor, parameters[name]).full_tensor()
         for key, value in averager.outer.optimizer.state[anchor].items() if averager.outer.optimizer else ():

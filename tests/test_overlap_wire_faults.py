@@ -175,6 +175,8 @@ BESIDE: dict[str, tuple[int, dict[str, Any]]] = {
     "fragments": (5, {"kind": "small", **IN_TWO, "outer_optimizer": "nesterov", "offload_outer_state": True}),
     # One of the fragments had its turn at step 2: at the border it has left its anchor.
     "one fragment": (3, {"kind": "small", **IN_TWO, "outer_optimizer": "nesterov"}),
+    # And there it has left what bfloat16 could not hold.
+    "fragments in bfloat16": (3, {"kind": "bfloat16", **IN_TWO, "outer_optimizer": "nesterov"}),
     # Saved where the averaging of the round was in flight, and made the border.
     "bfloat16": (4, {"kind": "bfloat16", "sync_every": 2, "overlap_steps": 1, "wire_format": "int8"}),
 }
