@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from .closing import Border
 from .counting import RoundCounter
-from .flights import Span
+from .flights import RoundSums, Span
 from .periods import MeasuredRound
 
 
@@ -104,20 +104,21 @@ class AdvancingRounds(RoundCounter):
             self.course.end(MeasuredRound(border.metrics.steps, 0.0, 0.0, known), agreed=True)
         return border
 
-    def _drain(self) -> tuple[list[Border], bool]:
+    def _drain(self) -> tuple[list[Border], bool, RoundSums]:
         """
         Takes in all that is in flight, in the order in which it was started, which is the same on all ranks.
 
         Returns:
-            `tuple[list[Border], bool]`: What rounds came to by it, and whether all groups hold one model then.
+            `tuple[list[Border], bool, RoundSums]`: What rounds came to by it, whether all groups hold one model then, and what
+            fragments of the round that is running came to.
         """
         overlap = self.overlap
         if overlap is None:
-            return [], False
+            return [], False, RoundSums()
         untouched = self.untouched and len(overlap.fragments) == 1
         is_border = untouched and overlap.in_flight
         borders = []
         while overlap.in_flight:
             borders.append(self._take_in(untouched))
-        overlap.begin_anew()
-        return [border for border in borders if border is not None], is_border
+        beside = overlap.begin_anew()
+        return [border for border in borders if border is not None], is_border, beside

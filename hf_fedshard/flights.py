@@ -143,6 +143,21 @@ class RoundSums:
         self.squared_norm += landed.found.squared_norm
         self.squared_gradient += landed.found.pseudo_gradient_norm**2
 
+    def add_to(self, metrics: RoundMetrics) -> RoundMetrics:
+        """
+        What the round has sent, and how long its steps stood still, where a border ends it before its last fragment has had
+        its turn: the border's part, and that of the fragments before it.
+
+        Args:
+            metrics ([`RoundMetrics`]):
+                What the border has measured.
+        """
+        return dataclasses.replace(
+            metrics,
+            sync_seconds=metrics.sync_seconds + self.sync_seconds,
+            bytes_sent=metrics.bytes_sent + self.bytes_sent,
+        )
+
     def metrics(self, flight: Flight, landed: Landed, outcome: Outcome, mesh: Peers) -> RoundMetrics:
         """
         The metrics of the round, with its last fragment.

@@ -221,13 +221,19 @@ class OverlappedAveraging:
         sums, self._sums = self._sums, RoundSums()
         return Border(sums.metrics(flight, landed, outcome, self.tier), *answers), landed.drift
 
-    def begin_anew(self) -> None:
-        """Told of a border with nothing in flight: all fragments begin with it."""
+    def begin_anew(self) -> RoundSums:
+        """
+        Told of a border with nothing in flight: all fragments begin with it.
+
+        Returns:
+            [`RoundSums`]: What those have come to that had their turn in the round which it ends.
+        """
         assert not self._flights
         self.wants_border = False
-        self._sums = RoundSums()
         self._windows.begin_anew()
         self._had_turn.clear()
+        sums, self._sums = self._sums, RoundSums()
+        return sums
 
     def discard(self) -> None:
         """

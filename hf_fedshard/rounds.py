@@ -213,7 +213,7 @@ class Rounds(AdvancingRounds):
         if self.mesh.layout.num_groups == 1:
             return self._close_alone(asked)
         turn = self._turn()
-        earlier, is_border = self._drain()
+        earlier, is_border, beside = self._drain()
         self.averager.wait()
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
@@ -250,7 +250,7 @@ class Rounds(AdvancingRounds):
         self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, drift))
         self._next_round()
         self.course.begin()
-        return Border(metrics, *asked.answers(rows), tuple(earlier))
+        return Border(beside.add_to(metrics), *asked.answers(rows), tuple(earlier))
 
     def _border_as_it_is(self, border: Border, asked: Asked) -> Border:
         """A border whose averaging was in flight; what is asked for now was not. Collective over the world if anything is."""

@@ -134,6 +134,11 @@ def test_metrics_of_every_round_come_once(flat: list[dict[str, dict[str, Any]]])
         assert beside[0].bytes_sent == 8 * elements
         # All fragments together send the model once.
         assert rank["fragments"]["metrics"][0].bytes_sent == 8 * elements
+        # A border ends the second round after the turn of one of three: that has sent its part, and the border sends all.
+        sizes = {name: param.numel() for name, param in block_net().named_parameters()}
+        first = sum(sizes[name] for name in divide(sizes, 3)[0])
+        second = rank["several in flight"]["metrics"][1]
+        assert second.steps == 1 and second.bytes_sent == 8 * (elements + first)
 
 
 LOOPS: dict[str, tuple[dict[str, Any], int]] = {
