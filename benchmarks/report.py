@@ -147,8 +147,9 @@ def targets_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def throughput_table(block: dict[str, Any]) -> str:
-    """One shape and rate."""
+    """One shape and rate. How long steps stood still is told where it was measured."""
     lines = []
+    stood = any(row.get("standstill_seconds") for row in block["rows"])
     for row in block["rows"]:
         rate = f" --rates {block['rate']}" if block["rate"] else " --plain"
         lines.append(
@@ -159,6 +160,7 @@ def throughput_table(block: dict[str, Any]) -> str:
                 figure(row["link_bytes"], 2, 1e-6) + f" / {row['num_steps']}",
                 figure(row["bytes_over_bound"], 3),
                 with_spread(row["border_seconds"], 2),
+                *([with_spread(row.get("standstill_seconds"), 3)] if stood else []),
                 figure(row["wire_seconds"], 2),
                 figure(row["peak_bytes"], 0, 1e-6),
                 f"`{COMMAND} --shapes {block['shape']}{rate} --variants {row['variant']}`",
@@ -171,6 +173,7 @@ def throughput_table(block: dict[str, Any]) -> str:
         "MB over the link / steps",
         "of the fp32 bound",
         "averaging, s",
+        *(["steps stand still, s a round"] if stood else []),
         "bytes / bandwidth, s",
         "peak memory, MB",
         "command",

@@ -163,6 +163,11 @@ class Results:
         """Of one averaging."""
         return spread(value for turn in self.of(shape, rate, variant) for value in turn["border_seconds"])
 
+    def standstill_seconds(self, shape: str, rate: int, variant: str) -> Spread | None:
+        """How long the steps of one round stood still for averaging; `None` of turns that were measured before it was noted."""
+        turns = self.of(shape, rate, variant)
+        return spread(value for turn in turns for value in turn.get("standstill_seconds", ()))
+
     def blocking_efficiency(self, shape: str, rate: int, variant: str) -> float | None:
         """Tokens a second over those of a round that computes at the ceiling's speed and then waits for the wire."""
         share, sent = self.share(shape, rate, variant), self.link_bytes(shape, rate, variant)
@@ -189,7 +194,9 @@ class Results:
             if speed is None:
                 continue
             sent, border = self.link_bytes(shape, rate, name), self.border_seconds(shape, rate, name)
-            blocking = not variant.is_synchronous and not variant.overlapped and name != CEILING
+            averages = not variant.is_synchronous and name != CEILING
+            blocking = averages and not variant.overlapped
+            stood = self.standstill_seconds(shape, rate, name) if averages else None
             rows.append(
                 {
                     "variant": name,
@@ -200,6 +207,7 @@ class Results:
                     "link_bytes": sent,
                     "bytes_over_bound": sent / self.bound_bytes if sent and not variant.is_synchronous else None,
                     "border_seconds": _as_dict(border) if blocking else None,
+                    "standstill_seconds": _as_dict(stood),
                     "wire_seconds": wire_seconds(sent, rate) if sent and rate and blocking else None,
                     "peak_bytes": self.memory.get((shape, name)),
                 }

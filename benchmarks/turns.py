@@ -60,7 +60,9 @@ class Turn:
         tokens_per_second (`list[float]`):
             Of all ranks together, in each round.
         border_seconds (`list[float]`):
-            Of the averaging, in each round, on the rank that waited least.
+            Of the averaging at the end of each round, on the rank that waited least.
+        standstill_seconds (`list[float]`):
+            How long the steps stood still for averaging in each round, all calls together, on that rank.
         link_bytes (`int`):
             Bytes over the link in its busier direction, with all headers, in all rounds of the turn.
         num_link_rounds (`int`):
@@ -79,6 +81,7 @@ class Turn:
     num_steps: int
     tokens_per_second: list[float]
     border_seconds: list[float]
+    standstill_seconds: list[float]
     link_bytes: int
     num_link_rounds: int
     load: float
@@ -111,23 +114,23 @@ def run_turn(world: World, contender: Contender, plan: TurnPlan) -> dict[str, An
     for _ in range(plan.num_lead_in * plan.num_steps):
         contender.step()
     # One clock for all processes of a machine.
-    marks, borders = [time.perf_counter()], []
+    marks, calls = [time.perf_counter()], []
     for _ in range(plan.num_rounds):
-        borders.append([contender.step() for _ in range(plan.num_steps)][-1])
+        calls.append([contender.step() for _ in range(plan.num_steps)])
         marks.append(time.perf_counter())
     if contender.never_meets:
         _keep_busy(world, contender)
     world.settle()
     crossed = [after - start for after, start in zip(world.counters(), before, strict=True)]
     everybody: list[Any] = [None] * world.size
-    dist.all_gather_object(everybody, (marks, borders))
+    dist.all_gather_object(everybody, (marks, calls))
     tokens = plan.num_steps * world.workload.step_tokens
     return {
         "num_steps": plan.num_steps,
         "tokens_per_second": rates_of_rounds(
             [marks for marks, _ in everybody], tokens, world.node_size if contender.never_meets else world.size
         ),
-        "border_seconds": [min(column) for column in zip(*(borders for _, borders in everybody), strict=True)],
+        **times_of_calls([calls for _, calls in everybody]),
         "link_bytes": max(crossed),
         "num_link_rounds": plan.num_rounds + plan.num_lead_in,
         "load": load,
@@ -156,6 +159,23 @@ def rates_of_rounds(marks: Sequence[Sequence[float]], tokens: int, group_size: i
         for index in range(len(rates)):
             rates[index] += group_size * tokens / (ends[index + 1] - ends[index])
     return rates
+
+
+def times_of_calls(calls: Sequence[Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """
+    Args:
+        calls (`Sequence[Sequence[Sequence[float]]]`):
+            For each rank and round the seconds of the call that may average after each step.
+
+    Returns:
+        `dict[str, list[float]]`: Two fields of [`Turn`]: of each round the last call, and all of them together, on the rank that
+        waited least.
+    """
+    rounds = list(zip(*calls, strict=True))
+    return {
+        "border_seconds": [min(seconds[-1] for seconds in ranks) for ranks in rounds],
+        "standstill_seconds": [min(sum(seconds) for seconds in ranks) for ranks in rounds],
+    }
 
 
 def _keep_busy(world: World, contender: Contender) -> None:

@@ -23,7 +23,7 @@ from benchmarks.own_time import OwnClock, shares_inside_rounds
 from benchmarks.records import EVALUATED, Records, rounds_done
 from benchmarks.results import Results
 from benchmarks.targets import TARGETS
-from benchmarks.turns import rates_of_rounds
+from benchmarks.turns import rates_of_rounds, times_of_calls
 from benchmarks.variants import CEILING, VARIANTS, Variant, choose, unavailable
 from benchmarks.workload import Batches, Blocks, Workload, make_model
 from benchmarks.world import World
@@ -101,6 +101,12 @@ def test_rates_of_rounds() -> None:
     assert rates_of_rounds([[0.0, 1.0, 3.0], [0.0, 2.0, 3.0]], tokens=10, group_size=2) == pytest.approx([10.0, 20.0])
     # Groups that never meet have rounds of their own.
     assert rates_of_rounds([[0.0, 1.0], [0.0, 2.0]], tokens=10, group_size=1) == pytest.approx([15.0])
+
+
+def test_times_of_calls() -> None:
+    """Two ranks, two rounds of three steps; a rank that waits for the other in a call is not the one that tells its time."""
+    calls = [[[0.0, 0.25, 0.5], [0.0, 4.0, 2.0]], [[0.0, 1.0, 3.0], [0.5, 0.0, 1.0]]]
+    assert times_of_calls(calls) == {"border_seconds": [0.5, 1.0], "standstill_seconds": [0.75, 1.5]}
 
 
 def test_counters() -> None:
@@ -282,6 +288,20 @@ def test_report(tmp_path: Path) -> None:
     assert "| FSDP2 over all ranks | 6.0000 | 6.8750 | 6.0000 | 64 | - | 1 |" in text
     assert "| ours, fp32, blocking | 6.0000 | 5.0000 | 5.0000 | 128 | 16 | 1 |" in text
     assert f"Evaluated: {EVALUATED}" in text
+
+
+def test_how_long_steps_stood_still(tmp_path: Path) -> None:
+    """Also of variants that are overlapped; turns that were measured before it was noted have none."""
+    folder = folder_of_results(tmp_path)
+    assert "stand still" not in report.throughput(report.write_report(folder))
+    stood = {"border_seconds": [0.02, 0.02], "standstill_seconds": [0.03, 0.05]}
+    Records(folder).append("turns", turn("int8_overlap", 0, 1000.0, 1000.0, **stood))
+    text = report.throughput(report.write_report(folder))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    place = rows[0].index("steps stand still, s a round")
+    cells = {row[0]: row[place - 1 : place + 1] for row in rows}
+    assert cells["ours, int8, overlapped"] == ["-", "0.040 (0.030-0.050)"]
+    assert cells["ours, fp32, blocking"] == ["3.45 (3.40-3.50)", "-"]
 
 
 def excess(folder: Path, runs: dict[str, dict[int, float]]) -> dict[str, Any]:
