@@ -196,7 +196,7 @@ class OverlappedAveraging:
         self._flights.popleft()
         last = flight.fragment == len(self.fragments) - 1
         names = self.fragments[flight.fragment]
-        reshard_modules(flight.snapshot.sharded)
+        reshard_modules(flight.snapshot.modules.values())
         # The outer step moves the anchors alone: the model has left the snapshot, and is given the difference.
         held = dataclasses.replace(landed.held, shards={})
         outcome = self.averager.settle(held, landed.found, landed.excluded, names, last)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
-def reshard(model: nn.Module) -> list[FSDPModule]:
+def reshard(model: nn.Module) -> dict[str, nn.Module]:
     """
     Puts every FSDP2 module back to its sharded parameters.
 
@@ -25,23 +25,47 @@ def reshard(model: nn.Module) -> list[FSDPModule]:
             A model with FSDP2 modules. No collective.
 
     Returns:
-        `list[FSDPModule]`: These modules, for [`reshard_modules`].
+        `dict[str, nn.Module]`: All of its modules by name, for [`reshard_modules`] and [`find_parameters`].
     """
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    reshard_modules(modules)
+    modules = dict(model.named_modules())
+    reshard_modules(modules.values())
     return modules
 
 
-def reshard_modules(modules: Iterable[FSDPModule]) -> None:
+def reshard_modules(modules: Iterable[nn.Module]) -> None:
     """
     [`reshard`] without a walk over the model.
 
     Args:
-        modules (`Iterable[FSDPModule]`):
-            What is to be put back to its sharded parameters.
+        modules (`Iterable[nn.Module]`):
+            Those among which the FSDP2 modules are.
     """
     for module in modules:
-        module.reshard()
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def find_parameters(
+    model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """
+    Parameters as they are registered now, without a walk over the model.
+
+    Args:
+        model (`nn.Module`):
+            The model, resharded.
+        modules (`Mapping[str, nn.Module]`):
+            Its modules by name. `get_parameter` goes to each from the root, which takes several times as long.
+        names (`Iterable[str]`):
+            From `named_parameters()`.
+    """
+    found = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        # A wrapper around the whole model may leave its name out of those of parameters.
+        module = modules[path] if path in modules else model.get_submodule(path)
+        found[name] = getattr(module, own)
+    return found
 
 
 def check_trainable_parameters(model: nn.Module) -> None:

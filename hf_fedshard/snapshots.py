@@ -6,12 +6,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
 from .averaging import ModelAverager
 from .exchange_plan import ExchangePlan
 from .held import Held
-from .shards import accumulation_dtype, all_finite, persistent_buffers, reshard, reshard_modules, shards_of
+from .shards import (
+    accumulation_dtype,
+    all_finite,
+    find_parameters,
+    persistent_buffers,
+    reshard,
+    reshard_modules,
+    shards_of,
+)
 
 
 @dataclass
@@ -42,8 +50,8 @@ class Snapshot:
             On a device: when the copies are made.
         has_frozen (`bool`):
             Whether something that is averaged trains no more, in this fragment or another.
-        sharded (`list[FSDPModule]`):
-            The modules that are resharded before the outcome is taken in.
+        modules (`dict[str, nn.Module]`):
+            Those of the model: they are resharded before the outcome is taken in.
     """
 
     shards: dict[str, torch.Tensor]
@@ -57,7 +65,7 @@ class Snapshot:
     copies: dict[str, int]
     ready: torch.Event | None
     has_frozen: bool
-    sharded: list[FSDPModule]
+    modules: dict[str, nn.Module]
 
     def to_exchange(self) -> Held:
         """What a rank brings to the exchange, in which averages are formed. For the thread that exchanges."""
@@ -110,7 +118,7 @@ class Snapshots:
             [`Snapshot`]: The copies.
         """
         averager = self.averager
-        sharded = reshard(averager.model)
+        modules = reshard(averager.model)
         found = averager.trained.survey()
         parameters = {name: param for name, param in found.averaged.items() if names is None or name in names}
         shards = shards_of(parameters)
@@ -131,7 +139,7 @@ class Snapshots:
             copies=averager.tensors.copies(parameters),
             ready=self._record(),
             has_frozen=found.has_frozen,
-            sharded=sharded,
+            modules=modules,
         )
 
     def _storage(self, fragment: int | None, shards: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -180,8 +188,8 @@ class Snapshots:
                 Whether the new model is taken as it is, bit for bit.
         """
         averager = self.averager
-        reshard_modules(snapshot.sharded)
-        shards = shards_of({name: averager.model.get_parameter(name) for name in snapshot.shards})
+        reshard_modules(snapshot.modules.values())
+        shards = shards_of(find_parameters(averager.model, snapshot.modules, snapshot.shards))
         plain = averager.outer.optimizer is None
         new = snapshot.means if plain else averager.outer.anchors
         for names in self._turns(snapshot, shards, new):

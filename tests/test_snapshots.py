@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 from hf_fedshard import guard
 from hf_fedshard.overlap import OverlappedAveraging
-from hf_fedshard.shards import local_shards, reshard
-from tests.harness.overlap_runs import OverlapRun, make_mesh
+from hf_fedshard.shards import find_parameters, local_shards, reshard
+from tests.harness.overlap_runs import OverlapRun, block_net, make_mesh
 from tests.harness.pool import WorkerPool
 
 
@@ -79,6 +80,17 @@ def test_a_walk_serves_all(world4: WorkerPool, settings: dict[str, Any]) -> None
         for fragment, seen in found["land"]:
             assert "walks" not in seen
             assert seen["shards"] == sizes[fragment]
+
+
+def test_parameters_are_found_behind_wrappers() -> None:
+    """Of activation checkpointing, inside and around the whole model: there PyTorch leaves them out of names."""
+    inside, around = block_net(), checkpoint_wrapper(block_net())
+    inside.layers[1] = checkpoint_wrapper(inside.layers[1])  # type: ignore[index, operator]
+    for model in (block_net(), inside, around):
+        parameters = dict(model.named_parameters())
+        found = find_parameters(model, dict(model.named_modules()), parameters)
+        assert list(found) == list(parameters)
+        assert all(found[name] is param for name, param in parameters.items())
 
 
 def gathered() -> Any:
