@@ -199,7 +199,7 @@ def test_errors_reach_the_caller_and_leave_no_thread_waiting() -> None:
         simulation.groups[0].count_step()
         simulation.step()
 
-    def fail() -> None:
+    def fail(*args: Any) -> None:
         raise KeyError("on one group")
 
     simulation.groups[1].rounds.averager.tensors.collect = fail  # type: ignore[method-assign, assignment]
