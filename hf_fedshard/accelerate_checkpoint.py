@@ -23,7 +23,7 @@ from .parts import refuse
 from .rank_state import load_rank_state, save_rank_state
 from .reshape import describe_reshape
 from .rounds import Rounds
-from .seams import Patches, check_seam
+from .seams import Patches, check_seams
 from .shared_errors import together
 
 
@@ -59,8 +59,7 @@ class AcceleratorCheckpoints:
     """
 
     def __init__(self, accelerator: Accelerator, rounds: Rounds, place: Place, rule: str) -> None:
-        for name, parameters in SEAMS.items():
-            check_seam(Accelerator, name, parameters)
+        check_seams(Accelerator, SEAMS)
         self.accelerator: Any = accelerator
         self.rounds = rounds
         self.place = place

@@ -20,7 +20,7 @@ from .group_data import GroupData
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, layout_for
-from .loop_seams import keep_saving_to_borders, start_clock_with_steps
+from .loop_seams import tie_to_rounds
 from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
@@ -178,8 +178,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
 
             in_group = keep_in_group(accelerator, ops, inside)
             rounds.when_finished(in_group.undo)
-            rounds.when_finished(keep_saving_to_borders(accelerator, rounds).undo)
-            rounds.when_finished(start_clock_with_steps(accelerator, rounds).undo)
+            rounds.when_finished(tie_to_rounds(accelerator, rounds).undo)
         return rounds
 
     def _check(self, accelerator: Accelerator) -> None:
