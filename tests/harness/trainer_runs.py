@@ -23,6 +23,15 @@ LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 0.2
 NUM_STEPS = 20
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": NUM_STEPS,
+    "learning_rate": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+    "max_grad_norm": MAX_GRAD_NORM,
+    "optim": "adamw_torch",
+}
 
 
 def make_model(kind: str) -> nn.Module:
@@ -101,6 +110,21 @@ class RecordingTrainer(Trainer):
         self.add_callback(Borders())
         self.model.register_forward_pre_hook(self._note_count, with_kwargs=True)
 
+    def train_recorded(self) -> dict[str, Any]:
+        """Trains; `state`, `borders`, `batches`, `counts` and `log`."""
+        self.record()
+        try:
+            self.train()
+        finally:
+            mock.patch.stopall()
+        return {
+            "state": full_state(self.model),
+            "borders": self.borders,
+            "batches": self.batches,
+            "counts": self.counts,
+            "log": self.state.log_history,
+        }
+
     def _note_count(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if model.training:
             self.counts.append(kwargs.get("num_items_in_batch"))
@@ -172,7 +196,7 @@ def train(
             Arguments of `TrainingArguments`.
 
     Returns:
-        `dict[str, Any]`: `state`, `borders`, `batches`, `counts` and `log`.
+        `dict[str, Any]`: Of [`~RecordingTrainer.train_recorded`].
     """
     from hf_fedshard import FedAvgCallback
 
@@ -180,33 +204,13 @@ def train(
     if pooled:
         cpu.install()  # the plain run too needs FSDP2 on CPU
         callback = FedAvgCallback(num_groups=num_groups, sync_every=sync_every, **(settings or {}))
-    defaults: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": NUM_STEPS,
-        "learning_rate": LEARNING_RATE,
-        "weight_decay": WEIGHT_DECAY,
-        "max_grad_norm": MAX_GRAD_NORM,
-        "optim": "adamw_torch",
-    }
     samples = feature_samples(400) if kind == "batchnorm" else token_samples(700, length, uneven)
     trainer = RecordingTrainer(
         model=make_model(kind),
-        args=tiny_arguments(folder, **{**defaults, **changes}),
+        args=tiny_arguments(folder, **{**ARGUMENTS, **changes}),
         train_dataset=ListDataset(samples) if data is None else data,
         data_collator=collate,
         compute_loss_func=native_loss if native else None,
         callbacks=[callback] if federated else [],
     )
-    trainer.record()
-    try:
-        trainer.train()
-    finally:
-        mock.patch.stopall()
-    return {
-        "state": full_state(trainer.model),
-        "borders": trainer.borders,
-        "batches": trainer.batches,
-        "counts": trainer.counts,
-        "log": trainer.state.log_history,
-    }
+    return trainer.train_recorded()
