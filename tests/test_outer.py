@@ -31,7 +31,7 @@ from tests.harness.outer_runs import (
     single,
 )
 from tests.harness.pool import WorkerPool
-from tests.harness.reference import State
+from tests.harness.reference_groups import State
 
 
 CASES: dict[str, dict[str, Any]] = {

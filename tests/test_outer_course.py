@@ -25,7 +25,7 @@ from tests.harness.outer_runs import (
     refer,
 )
 from tests.harness.pool import WorkerPool
-from tests.harness.reference import State
+from tests.harness.reference_groups import State
 
 
 RATE, MOMENTUM, MU = 0.7, 0.9, 0.5

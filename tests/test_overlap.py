@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hf_fedshard.fragments import divide
-from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, refer, run_case, run_cases
+from tests.harness.overlap_reference import refer
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, run_case, run_cases
 from tests.harness.pool import WorkerPool
 
 

@@ -15,7 +15,7 @@ from tests.harness.comparison import largest
 from tests.harness.data import Batch, ListDataset, batches_by_step, collate, token_samples
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.models import tiny_llama
-from tests.harness.overlap_runs import Delayed
+from tests.harness.overlap_reference import Delayed
 from tests.harness.pool import WorkerPool
 from tests.harness.reference import train_reference
 from tests.harness.trainer_runs import full_state

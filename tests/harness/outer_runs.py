@@ -20,7 +20,8 @@ from hf_fedshard.shards import reshard
 
 from .data import Batch, batches_by_step, collate, feature_samples
 from .models import NUM_CLASSES, NUM_FEATURES
-from .reference import ReferenceResult, State, train_reference
+from .reference import ReferenceResult, train_reference
+from .reference_groups import State
 
 
 NUM_GROUPS, NUM_RANKS = 2, 8

@@ -23,8 +23,9 @@ from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.shards import persistent_buffers
 
 from .models import NUM_CLASSES, NUM_FEATURES
-from .overlap_runs import NUM_GROUPS, OverlapRun, block_net, refer, run_case
-from .reference import State
+from .overlap_reference import refer
+from .overlap_runs import NUM_GROUPS, OverlapRun, block_net, run_case
+from .reference_groups import State
 from .wire_reference import ShardedLossyAverage
 
 
