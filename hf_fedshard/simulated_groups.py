@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ class _SimulatedRounds(Rounds):
         return peers
 
 
-@dataclass
 class SimulatedGroup:
     """
-    One federation group.
+    One federation group, whose optimizer tells its rounds of every step.
 
     Args:
         index (`int`):
@@ -38,14 +36,32 @@ class SimulatedGroup:
             Its model, whole.
         optimizer (`torch.optim.Optimizer`):
             Its inner optimizer.
-        rounds ([`Rounds`]):
-            What counts its steps.
+        peers ([`SimulatedPeers`]):
+            Where it stands among the groups.
+        config ([`FederationConfig`]):
+            The settings.
+        num_training_steps (`int`, *optional*):
+            Optimizer steps of the whole run.
     """
 
-    index: int
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    rounds: Rounds
+    def __init__(
+        self,
+        index: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        peers: SimulatedPeers,
+        config: FederationConfig,
+        num_training_steps: int | None = None,
+    ) -> None:
+        self.index = index
+        self.model = model
+        self.optimizer = optimizer
+        mesh: Any = peers
+        self.rounds: Rounds = _SimulatedRounds(model, mesh, config, [optimizer], num_training_steps=num_training_steps)
+        """What counts its steps."""
+        self.rounds.counts_updates = True
+        optimizer.register_step_pre_hook(self._check)
+        optimizer.register_step_post_hook(self._note)
 
     def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0, samples: float = 0) -> None:
         """
@@ -68,44 +84,9 @@ class SimulatedGroup:
         assert gradients is None or isinstance(gradients, SimulatedGradients)
         return gradients
 
+    def _check(self, *args: Any) -> None:
+        if self.gradients is not None:
+            self.gradients.check_step()
 
-def make_group(
-    index: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    peers: SimulatedPeers,
-    config: FederationConfig,
-    num_training_steps: int | None,
-) -> SimulatedGroup:
-    """
-    A group whose optimizer tells its rounds of every step.
-
-    Args:
-        index (`int`):
-            g, its number.
-        model (`nn.Module`):
-            Its model, whole.
-        optimizer (`torch.optim.Optimizer`):
-            Its inner optimizer.
-        peers ([`SimulatedPeers`]):
-            Where it stands among the groups.
-        config ([`FederationConfig`]):
-            The settings.
-        num_training_steps (`int`, *optional*):
-            Optimizer steps of the whole run.
-    """
-    mesh: Any = peers
-    rounds = _SimulatedRounds(model, mesh, config, [optimizer], num_training_steps=num_training_steps)
-    rounds.counts_updates = True
-    group = SimulatedGroup(index, model, optimizer, rounds)
-
-    def check(*args: Any) -> None:
-        if group.gradients is not None:
-            group.gradients.check_step()
-
-    def note(stepped: torch.optim.Optimizer, *args: Any) -> None:
-        rounds.note_optimizer_step(getattr(stepped, "found_inf", None))
-
-    optimizer.register_step_pre_hook(check)
-    optimizer.register_step_post_hook(note)
-    return group
+    def _note(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        self.rounds.note_optimizer_step(getattr(optimizer, "found_inf", None))

@@ -21,7 +21,7 @@ from .metrics import RoundMetrics
 from .rounds import Border
 from .selection import Selection
 from .simulated_gradients import average_gradients
-from .simulated_groups import SimulatedGroup, make_group
+from .simulated_groups import SimulatedGroup
 from .simulated_peers import Alone, InMemoryPeer, Meeting, SimulatedPeers
 
 
@@ -98,7 +98,7 @@ class Simulation:
         for index, own in enumerate(models):
             peers = SimulatedPeers(layout, InMemoryPeer(self._meeting, index), Alone(), device)
             inner = optimizer([param for param in own.parameters() if param.requires_grad])
-            self.groups.append(make_group(index, own, inner, peers, config, num_training_steps))
+            self.groups.append(SimulatedGroup(index, own, inner, peers, config, num_training_steps))
 
     @property
     def model(self) -> nn.Module:
