@@ -193,8 +193,9 @@ def test_records(tmp_path: Path) -> None:
     with (tmp_path / "turns.jsonl").open("a") as file:
         file.write('{"shape": "2x2", "ra')
     assert len(records.read("turns")) == 2
-    assert rounds_done(records.read("turns"), "2x2", 50, "fp32") == 2
-    assert rounds_done(records.read("turns"), "2x4", 50, "fp32") == 0
+    turns = records.read("turns")
+    assert rounds_done(statistics.select(turns, "2x2", 50, "fp32")) == 2
+    assert rounds_done(statistics.select(turns, "2x4", 50, "fp32")) == 0
     records.check_workload(Workload())
     records.check_workload(Workload())
     with pytest.raises(ValueError, match="num_layers 6 -> 4"):
