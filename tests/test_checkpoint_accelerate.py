@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from hf_fedshard import FederatedFSDPPlugin, export_checkpoint
 from hf_fedshard.manifest import find_damage
 from hf_fedshard.shards import reshard
-from tests.harness.checkpoint_runs import checkpoints, differences, forget_meshes, make_model
+from tests.harness.checkpoint_runs import checkpoints, differences, make_model
 from tests.harness.data import BatchRecorder, ListDataset, collate, token_samples
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
+from tests.harness.tiny_trainer import forget_meshes
 
 
 LIMIT = 120.0

@@ -18,12 +18,12 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.outer import OuterLoop
+from tests.harness.models import full_state
 from tests.harness.outer_runs import (
     Run,
     assert_matches,
     double,
     dtypes_of,
-    full_state,
     make_mesh,
     refer,
     run_case,

@@ -11,6 +11,7 @@ from torch import nn
 from hf_fedshard import guard
 from hf_fedshard.mesh import FederationMesh
 from hf_fedshard.shards import local_shards, reshard
+from tests.harness.models import full_state
 from tests.harness.outer_runs import (
     GROUP_SIZE,
     NUM_GROUPS,
@@ -19,7 +20,6 @@ from tests.harness.outer_runs import (
     assert_matches,
     double,
     draws,
-    full_state,
     make_mesh,
     num_samples,
     refer,

@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.fragments import divide
-from tests.harness.outer_runs import full_state
+from tests.harness.models import full_state
 from tests.harness.overlap_reference import refer
-from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, run_case
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, nesterov, run_case
 from tests.harness.pool import WorkerPool
-from tests.test_overlap import nesterov
 
 
 IN_FOUR = {"sync_every": 4, "num_fragments": 4, "outer_optimizer": "nesterov"}

@@ -35,9 +35,9 @@ def _run(folder: str, kind: str, model_folder: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hf_fedshard import FedAvgCallback, cpu
+    from tests.harness.models import full_state
     from tests.harness.timeline import Timeline
     from tests.harness.tiny_trainer import forget_meshes
-    from tests.harness.trainer_runs import full_state
 
     forget_meshes()
     cpu.install()

@@ -16,10 +16,9 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.rounds import Rounds
-from hf_fedshard.shards import reshard
 
 from .data import Batch, batches_by_step, collate, feature_samples
-from .models import NUM_CLASSES, NUM_FEATURES
+from .models import NUM_CLASSES, NUM_FEATURES, full_state
 from .reference import ReferenceResult, train_reference
 from .reference_groups import State
 
@@ -107,12 +106,6 @@ def sum_over(model: nn.Module, batch: Batch, num_items: float) -> torch.Tensor:
     """Sum of the losses over `num_items`."""
     logits = model(batch["inputs"].to(next(model.parameters()).dtype))
     return nn.functional.cross_entropy(logits, batch["labels"], reduction="sum") / num_items
-
-
-def full_state(model: nn.Module) -> State:
-    reshard(model)
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named.items()}
 
 
 def dtypes_of(tensors: State) -> dict[str, torch.dtype]:

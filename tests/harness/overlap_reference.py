@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .outer_runs import num_samples, sum_over
-from .overlap_runs import NUM_GROUPS, NUM_STEPS, adamw, block_net, draws
+from .outer_runs import adamw, num_samples, sum_over
+from .overlap_runs import NUM_GROUPS, NUM_STEPS, block_net, draws
 from .reference_groups import State, weighted_average
 
 

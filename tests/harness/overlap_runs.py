@@ -17,8 +17,8 @@ from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.rounds import Rounds
 
 from .data import Batch, collate, feature_samples
-from .models import NUM_CLASSES, NUM_FEATURES
-from .outer_runs import full_state, num_samples, sum_over
+from .models import NUM_CLASSES, NUM_FEATURES, full_state
+from .outer_runs import adamw, num_samples, sum_over
 from .reference_groups import State
 
 
@@ -72,8 +72,8 @@ def lora_net(dtype: torch.dtype = torch.float64, with_a: bool = True) -> nn.Modu
     return model
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def draws(rank: int, num_ranks: int, num_steps: int = NUM_STEPS) -> list[Batch]:
@@ -83,10 +83,12 @@ def draws(rank: int, num_ranks: int, num_steps: int = NUM_STEPS) -> list[Batch]:
     return [collate(samples[step * size : (step + 1) * size]) for step in range(num_steps)]
 
 
-def make_mesh(with_slow_tier: bool = True, slow_backend: str | None = None, device: str = "cpu") -> FederationMesh:
-    """Of 4 ranks FL+FSDP, of 8 ranks FL+HSDP."""
-    replicas = dist.get_world_size() // 4
-    layout = FederationLayout(NUM_GROUPS, replicas, {"dp_shard": 2})
+def make_mesh(
+    with_slow_tier: bool = True, slow_backend: str | None = None, device: str = "cpu", num_replicas: int | None = None
+) -> FederationMesh:
+    """By default of 4 ranks FL+FSDP, of 8 ranks FL+HSDP."""
+    replicas, size = num_replicas or dist.get_world_size() // 4, dist.get_world_size() // NUM_GROUPS
+    layout = FederationLayout(NUM_GROUPS, replicas, {"dp_shard": size // replicas})
     mesh = build_federation_mesh(device, layout, with_slow_tier, slow_backend)
     guard.watch(mesh)
     return mesh

@@ -7,18 +7,16 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from hf_fedshard import Rounds, cpu
-from hf_fedshard.shards import reshard
 
 from .data import IGNORED_LABEL, Batch, ListDataset, collate, feature_samples, token_samples
-from .models import add_lora, tiny_batchnorm, tiny_llama
+from .models import add_lora, full_state, tiny_batchnorm, tiny_llama
+from .reference_groups import State
 from .tiny_trainer import tiny_arguments
 
 
-State = dict[str, torch.Tensor]
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 0.2
@@ -132,23 +130,6 @@ class RecordingTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         self.batches.append({key: value.clone() for key, value in inputs.items()})
         return super().training_step(model, inputs, num_items_in_batch)
-
-
-def full_state(model: nn.Module) -> State:
-    """
-    Args:
-        model (`torch.nn.Module`):
-            A sharded model.
-
-    Returns:
-        `dict[str, torch.Tensor]`: Parameters as this rank's replica holds them, and this rank's persistent buffers.
-    """
-    reshard(model)
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-        for name, tensor in named.items()
-    }
 
 
 def train(
