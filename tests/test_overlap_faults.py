@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.shards import persistent_buffers
+from tests.harness.delayed import Delayed
 from tests.harness.models import full_state
 from tests.harness.overlap_devices import Normed
-from tests.harness.overlap_reference import Delayed
 from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, draws, make_mesh
 from tests.harness.pool import WorkerPool
 

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from hf_fedshard import FedAvgCallback
 from tests.harness.comparison import assert_matches, refer
+from tests.harness.delayed import Delayed
 from tests.harness.launch_env import fsdp_launch_env
-from tests.harness.overlap_reference import Delayed
 from tests.harness.pool import WorkerPool
 from tests.harness.timeline import Timeline
 from tests.harness.tiny_trainer import History, forget_meshes, tiny_trainer

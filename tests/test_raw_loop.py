@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from tests.harness.comparison import largest
 from tests.harness.data import Batch, ListDataset, batches_by_step, collate, token_samples
+from tests.harness.delayed import Delayed
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.models import full_state, tiny_llama
-from tests.harness.overlap_reference import Delayed
 from tests.harness.pool import WorkerPool
 from tests.harness.reference import train_reference
 

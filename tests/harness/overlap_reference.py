@@ -1,8 +1,7 @@
-"""The references of runs that average beside their steps: whole models in one process. They share no code with the package."""
+"""The reference of runs that average beside their steps: when what is averaged. It shares no code with the package."""
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -10,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .outer_runs import adamw, num_samples, sum_over
-from .overlap_runs import NUM_GROUPS, NUM_STEPS, block_net, draws
-from .reference_groups import State, weighted_average
+from .outer_runs import adamw
+from .overlap_groups import Averages, Groups
+from .overlap_runs import NUM_GROUPS, NUM_STEPS, block_net
+from .reference_groups import State
 
 
 def refer(
@@ -69,8 +69,8 @@ def refer(
         `list`: The model at each border.
     """
     torch.set_num_threads(1)
-    groups = _Groups(num_ranks, make(dtype), optimizer)
-    averages = _Averages(groups.snapshot(groups.names)[0], outer, average, measured)
+    groups = Groups(num_ranks, make(dtype), optimizer)
+    averages = Averages(groups.snapshot(groups.names)[0], outer, average, measured)
     parts = [list(part) for part in fragments] if fragments else [groups.names]
     rounds = _Rounds(groups, averages, parts, periods, delay, alpha, weighted)
     found = []
@@ -81,102 +81,6 @@ def refer(
             rounds.close()
             found.append({name: param.detach().clone() for name, param in groups.models[0].named_parameters()})
     return found
-
-
-class _Groups:
-    """
-    The models of all groups, whole, and their inner optimizers.
-
-    Args:
-        num_ranks (`int`):
-            Ranks whose batches are taken.
-        model (`torch.nn.Module`):
-            Of the first group; the others begin with copies.
-        optimizer (`Callable`):
-            Makes an inner optimizer.
-    """
-
-    def __init__(self, num_ranks: int, model: nn.Module, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        self.size = num_ranks // NUM_GROUPS
-        self.batches = [draws(rank, num_ranks) for rank in range(num_ranks)]
-        self.models = [model, *(copy.deepcopy(model) for _ in range(NUM_GROUPS - 1))]
-        self.optimizers = [optimizer(model.parameters()) for model in self.models]
-        self.names = [name for name, param in model.named_parameters() if param.requires_grad]
-
-    def train(self, step: int) -> list[int]:
-        """One step of each; the samples that each has seen in it."""
-        seen = []
-        for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            members = self.batches[group * self.size : (group + 1) * self.size]
-            items = sum(num_samples(member[step]) for member in members)
-            for member in members:
-                sum_over(model, member[step], items).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(items)
-        return seen
-
-    def snapshot(self, part: Collection[str]) -> list[State]:
-        return [{name: model.get_parameter(name).detach().clone() for name in part} for model in self.models]
-
-    @torch.no_grad()
-    def take(self, new: State) -> None:
-        for model in self.models:
-            for name, value in new.items():
-                model.get_parameter(name).copy_(value)
-
-    @torch.no_grad()
-    def move(self, new: State, snapshots: Sequence[State], share: float) -> None:
-        """By that share of the way from the snapshots: what was trained since stays."""
-        for model, snapshot in zip(self.models, snapshots, strict=True):
-            for name, value in snapshot.items():
-                held = model.get_parameter(name)
-                held.add_(share * (new[name] - value).to(held.dtype))
-
-
-class _Averages:
-    """
-    Forms averages, and makes outer steps from them.
-
-    Args:
-        start (`dict[str, torch.Tensor]`):
-            What all groups begin with.
-        outer (`Callable`, *optional*):
-            See [`refer`], as for all others.
-        average (`Callable`, *optional*):
-            The same.
-        measured (`list`, *optional*):
-            The same.
-    """
-
-    def __init__(
-        self,
-        start: State,
-        outer: Callable[[Any], torch.optim.Optimizer] | None,
-        average: Callable[[Sequence[State], Sequence[float], State], State] | None,
-        measured: list[tuple[float, float, float]] | None,
-    ) -> None:
-        self.anchors = start
-        self.outer = Outer(start, outer)
-        self.average = average
-        self.measured = measured
-
-    def form(self, states: Sequence[State], weights: Sequence[float], turn: Collection[str] | None = None) -> State:
-        """The model after an average; where there is an outer optimizer only what is in its turn makes a step."""
-        mean = self.average(states, weights, self.anchors) if self.average else weighted_average(states, weights)
-        chosen = mean if turn is None or self.outer.optimizer is None else turn
-        stepped = {name: tensor for name, tensor in mean.items() if name in chosen}
-        if self.measured is not None:
-            self.measured.append(self._measure(states, mean, stepped))
-        new = self.outer(stepped)
-        self.anchors.update({name: tensor.clone() for name, tensor in new.items()})
-        return {**mean, **new}
-
-    def _measure(self, states: Sequence[State], mean: State, stepped: State) -> tuple[float, float, float]:
-        drifts = [sum((state[name] - mean[name]).square().sum().item() for name in mean) for state in states]
-        norm = sum(tensor.square().sum().item() for tensor in mean.values())
-        moved = sum((self.anchors[name] - tensor).square().sum().item() for name, tensor in stepped.items())
-        return sum(drifts) / len(drifts), norm, moved
 
 
 class _Flight(NamedTuple):
@@ -192,9 +96,9 @@ class _Rounds:
     When what is averaged.
 
     Args:
-        groups (`_Groups`):
+        groups (`Groups`):
             What trains.
-        averages (`_Averages`):
+        averages (`Averages`):
             What forms their averages.
         parts (`list[list[str]]`):
             Names of the parameters of each fragment.
@@ -210,8 +114,8 @@ class _Rounds:
 
     def __init__(
         self,
-        groups: _Groups,
-        averages: _Averages,
+        groups: Groups,
+        averages: Averages,
         parts: list[list[str]],
         periods: Sequence[int],
         delay: int,
@@ -280,58 +184,3 @@ class _Rounds:
         counts = self.seen[index] if self.weighted and sum(self.seen[index]) else [1.0] * NUM_GROUPS
         self.seen[index] = [0.0] * NUM_GROUPS
         return [count / sum(counts) for count in counts]
-
-
-class Outer:
-    """An outer optimizer on whole tensors, stepped for some of them at a time."""
-
-    def __init__(self, start: State, make: Callable[[Any], torch.optim.Optimizer] | None) -> None:
-        self.anchors = {name: tensor.clone() for name, tensor in start.items()}
-        self.optimizer = make(list(self.anchors.values())) if make else None
-
-    def __call__(self, average: State) -> State:
-        if self.optimizer is None:
-            return average
-        for name, anchor in self.anchors.items():
-            anchor.grad = anchor - average[name] if name in average else None
-        self.optimizer.step()
-        return {name: self.anchors[name].detach().clone() for name in average}
-
-
-class Delayed:
-    """
-    Uniform averaging with a delay in [`train_reference`], whose borders are the full ones.
-
-    Args:
-        period (`int`):
-            H.
-        delay (`int`):
-            Steps between a snapshot and its outcome.
-        borders (`Collection[int]`):
-            Steps after which a full border follows.
-    """
-
-    def __init__(self, period: int, delay: int, borders: Collection[int]) -> None:
-        self.period = period
-        self.delay = delay
-        self.borders = borders
-        self.steps = 0
-        self.flights: list[tuple[int, list[State]]] = []
-        self.landed: list[int] = []
-
-    @torch.no_grad()
-    def __call__(self, number: int, models: list[nn.Module]) -> None:
-        self.steps += 1
-        while self.flights and (self.flights[0][0] <= number or number in self.borders):
-            _, states = self.flights.pop(0)
-            mean = weighted_average(states, [1 / len(states)] * len(states))
-            for model, state in zip(models, states, strict=True):
-                for name, value in state.items():
-                    model.get_parameter(name).add_((mean[name] - value).to(value.dtype))
-            self.landed.append(number)
-        if number in self.borders:
-            self.steps = 0
-        elif self.steps == self.period:
-            self.steps = 0
-            states = [{name: param.detach().clone() for name, param in model.named_parameters()} for model in models]
-            self.flights.append((number + self.delay, states))
