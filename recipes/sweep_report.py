@@ -14,8 +14,9 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
+from sweep_results import Result, read_results
 from sweep_rows import Row, above, best_synchronous, error_above, front, merge_seeds
-from sweep_settings import Result, describe, read_results
+from sweep_settings import describe
 
 
 MARKER = re.compile(r"(<!-- table: ([\w-]+) (\d+) (\d+)M -->\n).*?(<!-- end of table -->)", re.S)

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sweep_settings import Result, Setting
+from sweep_results import Result
+from sweep_settings import Setting
 
 
 @dataclass(frozen=True)
