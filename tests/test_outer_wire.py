@@ -61,8 +61,7 @@ def run_one(mesh: FederationMesh, settings: dict[str, Any]) -> dict[str, Any]:
     averager.average = average  # type: ignore[method-assign]
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 1 and poisoned == mesh.group_index:
-            with torch.no_grad():
-                next(run.model.parameters()).to_local().fill_(float("nan"))
+            run.poison()
         metrics = run.train(step)
         if metrics is not None:
             found["borders"].append(full_state(run.model))

@@ -153,6 +153,11 @@ class Run:
         self.optimizer.zero_grad()
         return self.rounds.step(loss.detach() * GROUP_SIZE, tokens=num_tokens(batch), samples=num_samples(batch))
 
+    @torch.no_grad()
+    def poison(self) -> None:
+        """One of this rank's shards is not finite from here on."""
+        next(self.model.parameters()).to_local().fill_(float("nan"))
+
 
 def moments_of(run: Run) -> State:
     """The inner optimizer's moments, whole."""
@@ -172,8 +177,7 @@ def run_case(mesh: FederationMesh, settings: dict[str, Any], make: Callable[[], 
     found: dict[str, Any] = {"borders": [], "metrics": []}
     for step in range(NUM_STEPS):
         if step == 1 and poisoned == mesh.group_index:
-            with torch.no_grad():
-                next(run.model.parameters()).to_local().fill_(float("nan"))
+            run.poison()
         metrics = run.train(step)
         if metrics is not None:
             found["borders"].append(full_state(run.model))
