@@ -57,8 +57,6 @@ class TrainingSession:
         inside: dict[str, Any] | None = None,
     ) -> None:
         self.trainer = trainer
-        self.mesh = mesh
-        self.config = config
         for attribute in (*TRAINER_COUNTERS, "_initial_global_step"):
             check_attribute(trainer, attribute)
         agree_on_training(trainer, at_border=inside is None)
