@@ -133,7 +133,7 @@ def average_products(
             checksum = 31 * checksum + _checksum(value).to(mesh.device)
             parts[name] = _part(value, parameters[name])
     alike, worst = _compare_with_first(checksum, worst, mesh)
-    if not alike:
+    if not alike:  # the same on all ranks
         for pair in pairs:
             for name, value in zip(pair, refactored(pair)[:2], strict=True):
                 wire = value.to(mesh.device).contiguous()
