@@ -318,7 +318,7 @@ def refer(
             if not just_started:
                 weights = shares(len(parts) - 1)
                 _take(models, form(snapshot(names), weights, to_come if steps else ()))
-                rounds += 1
+                rounds += steps > 0
             for index in seen:
                 seen[index] = [0.0] * NUM_GROUPS
             steps, to_come = 0, set(names)
