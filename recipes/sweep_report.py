@@ -3,7 +3,8 @@
     python recipes/sweep_report.py --results docs/data/study-2026-11-30.jsonl --document docs/study.md
 
 A table takes the place between `<!-- table: NAME STEPS SIZE -->` and `<!-- end of table -->`: one of [`TABLES`], of runs of
-so many steps and models of so many millions of parameters, `runs 400 1M` say.
+so many steps and models of so many millions of parameters, `runs 400 1M` say. `NAME STEPS SIZE KEY=VALUE` takes those alone
+that have this in their model's configuration, and `KEY=` those that leave it as the preset has it.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from transformers import HfArgumentParser
 from sweep_settings import Result, Setting, describe, read_results
 
 
-MARKER = re.compile(r"(<!-- table: ([\w-]+) (\d+) (\d+)M -->\n).*?(<!-- end of table -->)", re.S)
+MARKER = re.compile(r"(<!-- table: ([\w-]+) (\d+) (\d+)M(?: (\w+)=(\S*))? -->\n).*?(<!-- end of table -->)", re.S)
 
 
 @dataclass
@@ -253,26 +254,31 @@ def fill(text: str, results: Iterable[Result]) -> str:
         text (`str`):
             The document.
         results (`Iterable[Result]`):
-            All runs. A table takes those of its number of steps and its size of model.
+            All runs. A table takes those of its number of steps, its size of model and its value in the configuration.
 
     Returns:
         `str`: The document with its tables.
 
     Raises:
-        ValueError: If a table is unknown or has no synchronous run.
+        ValueError: If a table is unknown, has no synchronous run or would mix models.
     """
     results = list(results)
 
     def one(match: re.Match[str]) -> str:
-        name, steps, millions = match[2], int(match[3]), int(match[4])
+        name, steps, millions, key, value = match[2], int(match[3]), int(match[4]), match[5], match[6]
         if name not in TABLES:
             raise ValueError(f"Tables are {', '.join(TABLES)}, got {name!r}.")
         rows = merge_seeds(
             result
             for result in results
-            if result.setting.max_steps == steps and round(result.num_parameters / 1e6) == millions
+            if result.setting.max_steps == steps
+            and round(result.num_parameters / 1e6) == millions
+            and (key is None or str(result.setting.model.get(key, "")) == value)
         )
-        return match[1] + "\n".join(TABLES[name](rows)) + "\n" + match[5]
+        models = sorted({str(row.setting.model) for row in rows})
+        if len(models) > 1:
+            raise ValueError(f"A table is of one model, got {', '.join(models)}: choose by KEY=VALUE or KEY=.")
+        return match[1] + "\n".join(TABLES[name](rows)) + "\n" + match[7]
 
     return MARKER.sub(one, text)
 
@@ -307,7 +313,9 @@ def _bold(text: str, on: bool) -> str:
 
 
 def _name(row: Row) -> str:
-    return describe(row.setting, leave_out=("learning_rate", "max_steps", "warmup_steps", "num_groups"))
+    # The model is that of the whole table.
+    left_out = ("learning_rate", "max_steps", "warmup_steps", "num_groups", *row.setting.model)
+    return describe(row.setting, leave_out=left_out)
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

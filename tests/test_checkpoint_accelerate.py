@@ -136,7 +136,7 @@ def run(pool: WorkerPool, body: Any, folder: Path, *args: Any, env: Any = None, 
     return pool.run(body, str(folder), *args, env=env, init_group=False, limit_seconds=LIMIT, **options)
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_resume_is_exact(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool = request.getfixturevalue(f"world{size}")
     samples = {"until": 5} if size == 8 else {}

@@ -30,7 +30,7 @@ def test_demo_command(root: Path, tmp_path: Path, streaming: bool) -> None:
         "--per_device_train_batch_size",
         "2",
         "--max_steps",
-        "20",
+        "12",
         "--logging_steps",
         "3",
     ]
@@ -50,8 +50,8 @@ def test_demo_command(root: Path, tmp_path: Path, streaming: bool) -> None:
     for rank in range(4):
         result = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert not result["leaks"], f"rank {rank}\n" + "\n".join(result["leaks"][:3])
-        assert result["steps"] == 20
-        assert result["borders"] == [8, 16, 20]
+        assert result["steps"] == 12
+        assert result["borders"] == [8, 12]
         assert result["inside"] > 200
         assert result["crossing"] > 0
         # An epoch ends inside a round: reshuffling must not wait for the other group.

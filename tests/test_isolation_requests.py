@@ -78,7 +78,7 @@ def test_stop_in_an_accumulation_window(world4: WorkerPool, tmp_path: Path) -> N
     assert result["borders"] == [3]
 
 
-@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("event", ["on_epoch_begin", "on_epoch_end", "on_step_begin", "on_optimizer_step"])
 def test_stop_in_other_events(world4: WorkerPool, tmp_path: Path, event: str, step: int) -> None:
     # 16 samples over 4 ranks: every epoch ends at a border, where no round is running; 24: inside a round.

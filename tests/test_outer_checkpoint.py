@@ -212,7 +212,10 @@ def test_loop(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None
     assert whole[0]["outer"]["num_steps"] == 2
 
 
-@pytest.mark.parametrize(("name", "options"), [("AdamW", "amsgrad=True"), ("RMSprop", "centered=True, momentum=0.5")])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("AdamW", "amsgrad=True"), pytest.param("RMSprop", "centered=True, momentum=0.5", marks=pytest.mark.slow)],
+)
 def test_options_that_keep_more(world4: WorkerPool, tmp_path: Path, name: str, options: str) -> None:
     """They go on from what is stored, and begin with what they add."""
     run(world4, through, tmp_path, (2,), 2, outer_optimizer=name)

@@ -56,7 +56,7 @@ def walked_everywhere(settings: dict[str, Any], num_steps: int) -> dict[str, Any
 
 
 @pytest.mark.parametrize("settings", [IN_FOUR, WHOLE, {**IN_FOUR, "wire_format": "bf16"}], ids=["four", "one", "bf16"])
-@pytest.mark.parametrize("overlap_steps", [1, 4])
+@pytest.mark.parametrize("overlap_steps", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_borders_leave_the_outer_loop_alone(world4: WorkerPool, settings: dict[str, Any], overlap_steps: int) -> None:
     """Where steps do not depend on the model, a border changes none of what an outer optimizer sees: neither what, nor how often."""
     settings = {**settings, "overlap_steps": overlap_steps}

@@ -215,6 +215,20 @@ def test_tables() -> None:
         fill(text.format("runs"), some_results()[3:5])
 
 
+def test_tables_are_of_one_model() -> None:
+    wide = [
+        result(4.2, 1, mode="synchronous", model={"initializer_range": 0.06}),
+        result(4.3, 0.125, sync_every=8, model={"initializer_range": 0.06}),
+    ]
+    text = "<!-- table: runs 400 1M{} -->\n<!-- end of table -->"
+    with pytest.raises(ValueError, match=r"of one model, got .*0\.06.*: choose by KEY=VALUE"):
+        fill(text.format(""), [*some_results(), *wide])
+    chosen = fill(text.format(" initializer_range=0.06"), [*some_results(), *wide])
+    assert "| sync_every=8 | 4 | 0.003 | 73.7 | 4.300 | +2.4% | 12.5% | 1 |" in chosen and "148.4" not in chosen
+    others = fill(text.format(" initializer_range="), [*some_results(), *wide])
+    assert others.split("\n", 1)[1] == fill(text.format(""), some_results()).split("\n", 1)[1]
+
+
 def test_results_keep_their_settings(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     for item in some_results():

@@ -34,7 +34,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("size", "kind"),
-    [(4, "llama"), (4, "double"), pytest.param(8, "llama", marks=pytest.mark.slow), (8, "double")],
+    [
+        (4, "llama"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "double"), (8, "llama"))),
+        (8, "double"),
+    ],
 )
 def test_is_the_reference(size: int, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """FL+FSDP with 2 groups of 2 shards, FL+HSDP with 2 groups of 2 replicas of 2 shards; 20 steps in rounds of 3."""

@@ -103,6 +103,7 @@ def preempted(pool: WorkerPool, folder: Path, resume: Any = None, **options: Any
     )
 
 
+@pytest.mark.slow
 def test_groups_that_save_alone(world4: WorkerPool, tmp_path: Path) -> None:
     """Ended in the second round: the parts hold what the first border has left owed, and with plain averaging the anchor."""
     whole = preempted(world4, tmp_path / "whole")
