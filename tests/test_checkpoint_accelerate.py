@@ -174,10 +174,14 @@ def evaluated(folder: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"outer_optimizer": "nesterov"},
-        {"wire_format": "int8"},
-        {"proximal_mu": 0.1, "local_parameters": "*.norm.*"},
-        {"overlap_steps": 2, "num_fragments": 2, "outer_optimizer": "fedadam", "wire_format": "int4"},
+        {"outer_optimizer": "nesterov", "wire_format": "int8"},
+        pytest.param({"outer_optimizer": "nesterov"}, marks=pytest.mark.slow),
+        pytest.param({"wire_format": "int8", "overlap_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"proximal_mu": 0.1, "local_parameters": "*.norm.*"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"overlap_steps": 2, "num_fragments": 2, "outer_optimizer": "fedadam", "wire_format": "int4"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -159,6 +159,7 @@ def best(folder: str) -> tuple[str | None, list[int], list[int]]:
     return trainer.state.best_model_checkpoint, history.evaluated, history.saved
 
 
+@pytest.mark.slow
 def test_evaluated_saved_and_the_best_loaded(world4: WorkerPool, tmp_path: Path) -> None:
     for checkpoint, evaluated, saved in world4.run(best, str(tmp_path), env=FL_FSDP):
         assert evaluated == saved == [6, 9]
