@@ -239,9 +239,12 @@ def check_border(rounds: Rounds, what: str) -> None:
     Raises:
         RuntimeError: Inside a round, where every group holds another model.
     """
-    if not rounds.at_border:
-        raise RuntimeError(
-            f"{what} was called {rounds.steps} steps into a round, where every group holds another model. Call it "
-            "where `fedavg.at_border` is true, or after `fedavg.finish()`; `fedavg.close()` on every rank makes a "
-            "border at once."
-        )
+    if rounds.at_border:
+        return
+    where = f"{rounds.steps} steps into a round"
+    if rounds.overlap is not None and rounds.overlap.in_flight:
+        where += f" and with an averaging in flight (overlap_steps={rounds.config.overlap_steps})"
+    raise RuntimeError(
+        f"{what} was called {where}, where every group holds another model. Call it where `fedavg.at_border` is true, or "
+        "after `fedavg.finish()`; `fedavg.close()` on every rank makes a border at once."
+    )

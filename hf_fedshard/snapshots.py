@@ -10,7 +10,15 @@ import torch
 from .averaging import ModelAverager
 from .exchange_plan import ExchangePlan
 from .held import Held
-from .shards import accumulation_dtype, all_finite, local_shards, persistent_buffers, reshard
+from .shards import (
+    accumulation_dtype,
+    all_finite,
+    holds_floats,
+    largest_magnitude,
+    local_shards,
+    persistent_buffers,
+    reshard,
+)
 
 
 @dataclass
@@ -115,7 +123,7 @@ class Snapshots:
             dtypes={name: shard.dtype for name, shard in shards.items()},
             buffers={name: buffer.clone() for name, buffer in buffers.items()},
             mean_buffers={name: torch.empty_like(buffer) for name, buffer in buffers.items()},
-            besides=[torch.linalg.vector_norm(tensor, ord=float("inf")) for tensor in besides if _has_floats(tensor)],
+            besides=[largest_magnitude(tensor) for tensor in besides if holds_floats(tensor)],
             plans=averager.tensors.parameter_plans(target, part),
             problems=averager.trained.strays(),
             copies=averager.tensors.copies(shards),
@@ -186,8 +194,10 @@ class Snapshots:
         for name, mean in snapshot.mean_buffers.items():
             if replace or mean.dtype.is_floating_point:
                 buffers[name].copy_(mean)
-            elif mean.dtype != torch.bool:
-                buffers[name].add_(mean - snapshot.buffers[name])
+            elif mean.dtype != torch.bool and not mean.dtype.is_complex:
+                # In int64: torch subtracts no unsigned integers of more than 8 bits.
+                counted = mean.long() - snapshot.buffers[name].long()
+                buffers[name].copy_(buffers[name].long() + counted)
 
     def _turns(
         self, snapshot: Snapshot, shards: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
@@ -214,10 +224,6 @@ def note_distance(snapshot: Snapshot) -> None:
     """
     for name, shard in snapshot.shards.items():
         torch.sub(snapshot.means[name], shard, out=shard)
-
-
-def _has_floats(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.is_floating_point()
 
 
 def _bring(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -172,7 +172,7 @@ class _Rounds:
             weights = self._shares(len(self.parts) - 1)
             turn = self.to_come if self.steps else ()
             self.groups.take(self.averages.form(self.groups.snapshot(self.groups.names), weights, turn))
-            self.rounds += 1
+            self.rounds += self.steps > 0
         self.seen = [[0.0] * NUM_GROUPS for _ in self.parts]
         self.steps, self.to_come = 0, set(self.groups.names)
 
