@@ -24,6 +24,7 @@ from .learning import learn
 from .memory import measure_memory, resident_bytes
 from .network import Link
 from .records import Records, rounds_done
+from .statistics import select
 from .turns import Turn, plan_turn, run_turn
 from .variants import CEILING, VARIANTS
 from .workload import Workload, load_blocks
@@ -149,11 +150,8 @@ class Measurement:
         if self.world.rank == 0:
             turns = self.records.read("turns")
             per_turn = self.job.rounds_per_turn
-            told[0] = {
-                name: max(-(-(self.job.num_rounds - rounds_done(turns, self.job.shape, rate, name)) // per_turn), 0)
-                for name in names
-                if name != CEILING
-            }
+            done = {name: rounds_done(select(turns, self.job.shape, rate, name)) for name in names if name != CEILING}
+            told[0] = {name: max(-(-(self.job.num_rounds - count) // per_turn), 0) for name, count in done.items()}
         dist.broadcast_object_list(told, src=0)
         return dict(told[0])
 

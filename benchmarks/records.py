@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .statistics import select
 from .workload import Workload
 
 
@@ -99,18 +99,12 @@ class Records:
             )
 
 
-def rounds_done(turns: list[dict[str, Any]], shape: str, rate: int, variant: str) -> int:
+def rounds_done(turns: Iterable[Mapping[str, Any]]) -> int:
     """
-    How many rounds of a variant were measured.
+    How many rounds were measured.
 
     Args:
-        turns (`list[dict[str, Any]]`):
-            Records of turns.
-        shape (`str`):
-            Shape of the world.
-        rate (`int`):
-            Mbit/s.
-        variant (`str`):
-            Name.
+        turns (`Iterable[Mapping[str, Any]]`):
+            Records of turns, of one variant perhaps: see [`select`].
     """
-    return sum(len(turn["tokens_per_second"]) for turn in select(turns, shape, rate, variant))
+    return sum(len(turn["tokens_per_second"]) for turn in turns)

@@ -4,104 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .records import EVALUATED, Records
+from .curves import curve_of, first_reached
+from .records import Records
 from .statistics import (
-    Mean,
     Spread,
     blocking_bound,
-    blocks_of,
     bytes_of_round,
-    first_reached,
-    interpolate,
-    mean,
     ratios,
     ring_bound_bytes,
     select,
     shares_of_ceiling,
     spread,
-    wire_seconds,
 )
-from .variants import CEILING, SHAPES, VARIANTS
+from .variants import CEILING, SHAPES
 from .workload import Workload
 
 
 NUM_NODES = 2
-
-
-@dataclass(frozen=True)
-class Curve:
-    """
-    Loss on held-out text of one variant.
-
-    Args:
-        variant (`str`):
-            Name.
-        steps (`list[int]`):
-            Optimizer steps, from 0.
-        tokens (`list[int]`):
-            Of all ranks together.
-        losses (`list[float]`):
-            In nats a token, the mean over the runs.
-        seeds (`list[int]`):
-            Of each run.
-        runs (`list[list[float]]`):
-            Losses of each.
-        num_averagings (`int`, *optional*):
-            Rounds whose average was in the last model.
-    """
-
-    variant: str
-    steps: list[int]
-    tokens: list[int]
-    losses: list[float]
-    seeds: list[int]
-    runs: list[list[float]]
-    num_averagings: int | None
-
-    def after(self, tokens: float) -> Mean | None:
-        """
-        Args:
-            tokens (`float`):
-                Of all ranks together.
-
-        Returns:
-            [`Mean`] or `None`: The loss there; `None` outside of the curve.
-        """
-        found = [interpolate(self.tokens, run, tokens) for run in self.runs]
-        return None if None in found else mean([loss for loss in found if loss is not None])
-
-    def last(self) -> Mean:
-        """The loss after all steps."""
-        return mean([run[-1] for run in self.runs])
-
-
-def curve_of(variant: str, records: Sequence[Mapping[str, Any]]) -> Curve:
-    """
-    Args:
-        variant (`str`):
-            Name.
-        records (`Sequence[Mapping[str, Any]]`):
-            Its runs, the newest last; of those that were evaluated after other steps none is taken, and of a seed the newest.
-
-    Returns:
-        [`Curve`]: Of all seeds.
-    """
-    newest = records[-1]
-    runs = {record["seed"]: record["losses"] for record in records if record["steps"] == newest["steps"]}
-    seeds = sorted(runs)
-    return Curve(
-        variant,
-        newest["steps"],
-        [step * newest["step_tokens"] for step in newest["steps"]],
-        [mean(losses).value for losses in zip(*runs.values(), strict=True)],
-        seeds,
-        [runs[seed] for seed in seeds],
-        newest["num_averagings"],
-    )
 
 
 class Results:
@@ -185,107 +107,6 @@ class Results:
             return None
         tokens = first_reached(curve.tokens, curve.losses, loss)
         return None if tokens is None else tokens / speed.median
-
-    def rows(self, shape: str, rate: int) -> list[dict[str, Any]]:
-        """The variants of one block with all figures, fit for JSON."""
-        rows = []
-        for name, variant in VARIANTS.items():
-            speed = self.speed(shape, rate, name)
-            if speed is None:
-                continue
-            sent, border = self.link_bytes(shape, rate, name), self.border_seconds(shape, rate, name)
-            averages = not variant.is_synchronous and name != CEILING
-            blocking = averages and not variant.overlapped
-            stood = self.standstill_seconds(shape, rate, name) if averages else None
-            rows.append(
-                {
-                    "variant": name,
-                    "label": variant.label,
-                    "num_steps": self.of(shape, rate, name)[-1]["num_steps"],
-                    "tokens_per_second": asdict(speed),
-                    "share_of_ceiling": _as_dict(self.share(shape, rate, name)) if name != CEILING else None,
-                    "link_bytes": sent,
-                    "bytes_over_bound": sent / self.bound_bytes if sent and not variant.is_synchronous else None,
-                    "border_seconds": _as_dict(border) if blocking else None,
-                    "standstill_seconds": _as_dict(stood),
-                    "wire_seconds": wire_seconds(sent, rate) if sent and rate and blocking else None,
-                    "peak_bytes": self.memory.get((shape, name)),
-                }
-            )
-        return rows
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, fit for JSON."""
-        return {
-            "workload": asdict(self.workload),
-            "num_parameters": self.num_parameters,
-            "ring_bound_bytes": self.bound_bytes,
-            "sessions": self.sessions,
-            "loads": [turn["load"] for turn in self.turns],
-            "blocks": [
-                {"shape": shape, "rate": rate, "rows": self.rows(shape, rate)} for shape, rate in blocks_of(self.turns)
-            ],
-            "evaluated": EVALUATED,
-            "learning": learning_rows(self),
-            "curves": [asdict(curve) for curve in self.curves.values()],
-            "own_time": {way: _as_dict(spread(shares)) for way, shares in self.own_time.items()},
-            "unavailable": self.unavailable,
-            "failures": self.failures,
-        }
-
-
-def learning_rows(results: Results) -> list[dict[str, Any]]:
-    """
-    Loss after equal tokens and after equal seconds.
-
-    Args:
-        results ([`Results`]):
-            What was measured.
-
-    Returns:
-        `list[dict[str, Any]]`: For each variant of the learning part; seconds by rate.
-    """
-    if not results.curves:
-        return []
-    tokens = min(curve.tokens[-1] for curve in results.curves.values())
-    rates = [rate for shape, rate in blocks_of(results.turns) if shape == "2x2"]
-    seconds = {rate: _common_seconds(results, rate) for rate in rates}
-    rows = []
-    for name, curve in results.curves.items():
-        after_seconds = {}
-        for rate in rates:
-            speed, limit = results.speed("2x2", rate, name), seconds[rate]
-            if speed is not None and limit is not None:
-                after_seconds[str(rate)] = _as_dict(curve.after(limit * speed.median))
-        rows.append(
-            {
-                "variant": name,
-                "label": VARIANTS[name].label,
-                "tokens": tokens,
-                "loss_after_tokens": _as_dict(curve.after(tokens)),
-                "seconds": {str(rate): limit for rate, limit in seconds.items()},
-                "loss_after_seconds": after_seconds,
-                "steps": curve.steps[-1],
-                "last_loss": asdict(curve.last()),
-                "num_averagings": curve.num_averagings,
-                "delayed": VARIANTS[name].overlapped,
-            }
-        )
-    return rows
-
-
-def _common_seconds(results: Results, rate: int) -> float | None:
-    """How long the shortest of the curves lasts at a rate."""
-    lengths = [
-        curve.tokens[-1] / speed.median
-        for name, curve in results.curves.items()
-        if (speed := results.speed("2x2", rate, name)) is not None
-    ]
-    return min(lengths, default=None)
-
-
-def _as_dict(values: Spread | Mean | None) -> dict[str, float] | None:
-    return None if values is None else asdict(values)
 
 
 def best(results: Results, shape: str, rate: int, names: Sequence[str]) -> str | None:

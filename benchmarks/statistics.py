@@ -208,48 +208,6 @@ def blocking_bound(ceiling: float, round_tokens: float, num_bytes: float, rate: 
     return ceiling / (1 + wire_seconds(num_bytes, rate) * ceiling / round_tokens)
 
 
-def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """
-    Args:
-        xs (`Sequence[float]`):
-            Rising.
-        ys (`Sequence[float]`):
-            As many.
-        x (`float`):
-            Where.
-
-    Returns:
-        `float` or `None`: On the line through the points around `x`; `None` outside of them.
-    """
-    for index in range(len(xs) - 1):
-        if xs[index] <= x <= xs[index + 1]:
-            part = (x - xs[index]) / (xs[index + 1] - xs[index])
-            return ys[index] + part * (ys[index + 1] - ys[index])
-    return None
-
-
-def first_reached(xs: Sequence[float], losses: Sequence[float], target: float) -> float | None:
-    """
-    Args:
-        xs (`Sequence[float]`):
-            Rising: steps, seconds or tokens.
-        losses (`Sequence[float]`):
-            As many.
-        target (`float`):
-            A loss.
-
-    Returns:
-        `float` or `None`: Where the curve first comes down to the target; `None` if it does not.
-    """
-    for index, loss in enumerate(losses):
-        if loss <= target:
-            if index == 0:
-                return xs[0]
-            part = (losses[index - 1] - target) / (losses[index - 1] - loss)
-            return xs[index - 1] + part * (xs[index] - xs[index - 1])
-    return None
-
-
 def blocks_of(turns: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
     """The shapes and rates of which a ceiling was measured, in order."""
     return sorted({(turn["shape"], turn["rate"]) for turn in turns if turn["variant"] == CEILING})

@@ -23,7 +23,7 @@ from .parts import refuse
 from .rank_state import load_rank_state, save_rank_state
 from .reshape import describe_reshape
 from .rounds import Rounds
-from .seams import Patches, check_seam
+from .seams import Patches, check_seams
 from .shared_errors import together
 
 
@@ -59,8 +59,7 @@ class AcceleratorCheckpoints:
     """
 
     def __init__(self, accelerator: Accelerator, rounds: Rounds, place: Place, rule: str) -> None:
-        for name, parameters in SEAMS.items():
-            check_seam(Accelerator, name, parameters)
+        check_seams(Accelerator, SEAMS)
         self.accelerator: Any = accelerator
         self.rounds = rounds
         self.place = place
@@ -240,9 +239,12 @@ def check_border(rounds: Rounds, what: str) -> None:
     Raises:
         RuntimeError: Inside a round, where every group holds another model.
     """
-    if not rounds.at_border:
-        raise RuntimeError(
-            f"{what} was called {rounds.steps} steps into a round, where every group holds another model. Call it "
-            "where `fedavg.at_border` is true, or after `fedavg.finish()`; `fedavg.close()` on every rank makes a "
-            "border at once."
-        )
+    if rounds.at_border:
+        return
+    where = f"{rounds.steps} steps into a round"
+    if rounds.overlap is not None and rounds.overlap.in_flight:
+        where += f" and with an averaging in flight (overlap_steps={rounds.config.overlap_steps})"
+    raise RuntimeError(
+        f"{what} was called {where}, where every group holds another model. Call it where `fedavg.at_border` is true, or "
+        "after `fedavg.finish()`; `fedavg.close()` on every rank makes a border at once."
+    )

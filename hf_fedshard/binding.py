@@ -11,16 +11,16 @@ from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
 from .checkpoint_state import Place
+from .checkpointed_run import CheckpointedRun
 from .config import FederationConfig
 from .group_ops import ACCELERATOR_SEAMS, BoundAccelerator, GroupOps
 from .group_steps import STEP_SEAMS, GroupSteps
 from .outer_checkpoint import resume_outer_state
 from .parallelism import FederatedParallelismConfig
-from .seams import Patches, check_seam
+from .seams import Patches, check_seams
 from .session import TrainingSession
 from .subclass_logs import SubclassLogs
 from .trainer_checkpoint import TrainerCheckpoints
-from .trainer_preemption import TrainerPreemption
 
 
 Method = Callable[..., Any]
@@ -43,7 +43,7 @@ SEAMS = (
 )
 
 
-def check_seams() -> None:
+def check_bound_methods() -> None:
     """
     Checks all upstream methods that a binding replaces.
 
@@ -51,8 +51,7 @@ def check_seams() -> None:
         UpstreamChangedError: If one is not as expected.
     """
     for owner, seams in SEAMS:
-        for name, parameters in seams.items():
-            check_seam(owner, name, parameters)
+        check_seams(owner, seams)
 
 
 class TrainerBinding:
@@ -82,12 +81,8 @@ class TrainerBinding:
         self.parallelism = parallelism
         self.config = config
         self.session: TrainingSession | None = None
-        self.checkpoints = TrainerCheckpoints(
-            trainer, Place(parallelism.federation_layout, parallelism.mesh.group_index, parallelism.mesh.group), config
-        )
-        self.preemption: TrainerPreemption | None = None
-        if trainer.args.enable_jit_checkpoint:
-            self.preemption = TrainerPreemption(self.checkpoints.run)
+        place = Place(parallelism.federation_layout, parallelism.mesh.group_index, parallelism.mesh.group)
+        self.checkpoints = TrainerCheckpoints(CheckpointedRun(trainer, place, config))
         self._patches = Patches()
         self._saving_checkpoint = False
         self._logs = SubclassLogs(trainer)
@@ -107,8 +102,6 @@ class TrainerBinding:
         """
         # First, so that what follows wraps it: a border is made, then the checkpoint is saved.
         self.checkpoints.install()
-        if self.preemption is not None:
-            self.preemption.install()
         self.steps.install()
         replace, trainer = self._patches.replace, self.trainer
         replace(trainer, "train", lambda original: self._train(original, before_train, after_train))
@@ -126,8 +119,6 @@ class TrainerBinding:
         self._accelerator.release()
         self._patches.undo()
         self.steps.remove()
-        if self.preemption is not None:
-            self.preemption.remove()
         self.checkpoints.remove()
 
     def _inside(self) -> bool:
@@ -151,10 +142,10 @@ class TrainerBinding:
         # `auto_find_batch_size` begins again inside one `train()`.
         self._end_session()
         self._accelerator.follow(self.trainer.accelerator)
-        if self.preemption is not None:
-            self.preemption.begin()
-        run = self.checkpoints.run
-        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, self.preemption, run.inside)
+        run, preemption = self.checkpoints.run, self.checkpoints.preemption
+        if preemption is not None:
+            preemption.begin()
+        self.session = TrainingSession(self.trainer, self.parallelism.mesh, self.config, preemption, run.inside)
         self.session.rounds.unique_share = self.steps.unique_share
         if run.inside is None:
             self.session.resume(run.progress)

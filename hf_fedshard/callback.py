@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from . import cpu, environment
 from .agreement import agree_on_launch
-from .binding import TrainerBinding, check_seams
+from .binding import TrainerBinding, check_bound_methods
 from .checkpoint_state import Place
+from .checkpointed_run import CheckpointedRun
 from .config import FederationConfig
 from .launch import FSDP1_ERROR, layout_for, stated_sizes
 from .measured_periods import describe
@@ -24,7 +25,6 @@ from .overlap import describe as describe_overlap
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
 from .trainer_checkpoint import TrainerCheckpoints
-from .trainer_preemption import TrainerPreemption
 
 
 logger = logging.get_logger(__name__)
@@ -76,7 +76,6 @@ class FedAvgCallback(TrainerCallback):
         self._parallelism: FederatedParallelismConfig | None = None
         self._stock: dict[str, Any] = {}
         self._checkpoints: TrainerCheckpoints | None = None
-        self._preemption: TrainerPreemption | None = None
         self._patches = Patches()
 
     def on_init_end(
@@ -125,13 +124,10 @@ class FedAvgCallback(TrainerCallback):
                 logger.warning("num_groups=1: training with plain FSDP or HSDP, there is nothing to average.")
             # In the same format, so that a run can go from groups to none and back.
             world: Any = dist.group.WORLD
-            self._checkpoints = TrainerCheckpoints(trainer, Place(layout, 0, world), self.config)
+            self._checkpoints = TrainerCheckpoints(CheckpointedRun(trainer, Place(layout, 0, world), self.config))
             self._checkpoints.install()
-            if trainer.args.enable_jit_checkpoint:
-                self._preemption = TrainerPreemption(self._checkpoints.run)
-                self._preemption.install()
             return
-        check_seams()
+        check_bound_methods()
         stock = {"parallelism_config": state.parallelism_config, "device_mesh": state.device_mesh}
         if isinstance(state.parallelism_config, FederatedParallelismConfig):
             # The user's own, or that of another callback whose Trainer shares Accelerate's state and has not trained.
@@ -178,8 +174,7 @@ class FedAvgCallback(TrainerCallback):
             )
         self.config = other.config
         self._bound_to, self._binding, self._parallelism = other._bound_to, other._binding, other._parallelism
-        self._checkpoints, self._preemption = other._checkpoints, other._preemption
-        self._stock, self._patches = other._stock, other._patches
+        self._checkpoints, self._stock, self._patches = other._checkpoints, other._stock, other._patches
 
     def _put_in_force(self) -> None:
         """Puts the federated mesh into Accelerate's shared state, before a model is prepared on it."""
@@ -203,11 +198,9 @@ class FedAvgCallback(TrainerCallback):
             self._take_back()
             self._binding.remove()
         self._patches.undo()
-        if self._preemption is not None:
-            self._preemption.remove()
         if self._checkpoints is not None:
             self._checkpoints.remove()
-        self._bound_to = self._binding = self._parallelism = self._checkpoints = self._preemption = None
+        self._bound_to = self._binding = self._parallelism = self._checkpoints = None
         self._stock = {}
 
 

@@ -82,6 +82,35 @@ class Border:
         earlier = tuple(border.metrics for border in self.earlier if border.metrics is not self.metrics)
         return replace(self.metrics, earlier=earlier) if earlier else self.metrics
 
+    def with_border(
+        self, border: RoundMetrics, votes: dict[str, bool], sums: dict[str, float], earlier: tuple[Border, ...]
+    ) -> Border:
+        """
+        The border of a round that had ended without one.
+
+        Args:
+            border ([`RoundMetrics`]):
+                What the averaging of the border has measured, which is added to what the round has.
+            votes (`dict[str, bool]`):
+                Of the border; those of the round stay with it, in `earlier`.
+            sums (`dict[str, float]`):
+                Likewise.
+            earlier (`tuple[Border, ...]`):
+                Rounds before this one.
+
+        Returns:
+            [`Border`]: With this round as the last of `earlier`.
+        """
+        metrics = replace(
+            self.metrics,
+            seconds=self.metrics.seconds + border.seconds,
+            wait_seconds=self.metrics.wait_seconds + border.wait_seconds,
+            sync_seconds=self.metrics.sync_seconds + border.sync_seconds,
+            bytes_sent=self.metrics.bytes_sent + border.bytes_sent,
+            excluded=tuple(sorted({*self.metrics.excluded, *border.excluded})),
+        )
+        return Border(metrics, votes, sums, (*earlier, replace(self, metrics=metrics)))
+
 
 def make_row(
     held: Held,

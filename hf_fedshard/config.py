@@ -214,7 +214,12 @@ class FederationConfig:
             # The same period must not look like another one where settings are compared.
             object.__setattr__(self, "sync_every", every)
         _check_int("min_sync_every", self.min_sync_every, minimum=1)
-        _check_int("max_sync_every", self.max_sync_every, minimum=self.min_sync_every)
+        _check_int("max_sync_every", self.max_sync_every, minimum=1)
+        if self.min_sync_every > self.max_sync_every:
+            raise ValueError(
+                f"min_sync_every={self.min_sync_every} must not be above max_sync_every={self.max_sync_every}. Make it "
+                "smaller, or max_sync_every larger."
+            )
         share, drift = self.max_sync_share, self.max_drift
         if not (_is_number(share) and 0 < share < 1):
             raise ValueError(f"max_sync_share must be a number between 0 and 1, but got {share!r}.")
@@ -284,8 +289,9 @@ def _check_int(name: str, value: Any, minimum: int) -> None:
 
 
 def _check_seconds(name: str, value: Any) -> None:
-    if not (_is_number(value) and 0 < value < math.inf):
-        raise ValueError(f"{name} must be a positive number, but got {value!r}.")
+    # What the backends can count, in milliseconds and without an overflow.
+    if not (_is_number(value) and 1e-3 <= value <= 1e9):
+        raise ValueError(f"{name} must be a positive number, 0.001 to 1e9, but got {value!r}.")
 
 
 def _check_number(name: str, value: Any, minimum: float, above: bool) -> None:
@@ -322,6 +328,8 @@ def _check_outer(config: FederationConfig) -> None:
             f"outer_schedule={config.outer_schedule!r} needs outer_schedule_rounds, the rounds of the run: its steps "
             "divided by sync_every."
         )
+    # Made once for its checks: torch's own of the options' ranges among them.
+    make_outer_optimizer(config.outer_optimizer, config.outer_learning_rate, config.outer_options, [torch.zeros(1)])
     scheduled = config.outer_schedule != "constant" or warmup > 0
     if scheduled and config.outer_optimizer in UNSCHEDULED:
         raise ValueError(
@@ -329,8 +337,6 @@ def _check_outer(config: FederationConfig) -> None:
             f"{config.outer_schedule!r} with outer_warmup_rounds={warmup} would not do what it says. Leave both at their "
             "defaults, 'constant' and 0, or use another optimizer."
         )
-    # Made once for its checks: torch's own of the options' ranges among them.
-    make_outer_optimizer(config.outer_optimizer, config.outer_learning_rate, config.outer_options, [torch.zeros(1)])
     find_weight_function(config.group_weights)
     for name in ("include_parameters", "exclude_parameters", "local_parameters"):
         try:

@@ -249,6 +249,9 @@ class RoundCounter:
 
     def _next_round(self) -> None:
         self.round += 1
+        self._restart_round()
+
+    def _restart_round(self) -> None:
         self.steps = 0
         self.num_optimizer_steps = 0
         self.num_skipped_steps = 0.0

@@ -16,7 +16,8 @@ from .measured_periods import make_periods
 from .mesh import FederationMesh, Peers
 from .periods import MeasuredRound
 from .simulated_gradients import SimulatedGradients
-from .synchronous import GradientSync, Phases, SynchronousGradients, unify_moments
+from .synchronous import GradientSync, Phases, SynchronousGradients
+from .unified_moments import unify_moments
 
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from .collectives import Pending, all_gather, all_reduce, broadcast, start_all_reduce
 from .exchange_plan import Bucket, ExchangePlan
 from .mesh import Peers
-from .shards import accumulation_dtype, to_wire
+from .shards import accumulation_dtype, from_wire, to_wire
 
 
 @dataclass
@@ -219,10 +219,15 @@ def average_replicated(
     if in_group:
         weight = total = 1.0
     for dtype, members in by_dtype.items():
-        flat = torch.cat([to_wire(tensor, mesh.device).reshape(-1) for tensor in members])
         if dtype.is_floating_point:
-            flat = flat.to(dtype) if weight else torch.zeros_like(flat, dtype=dtype)
-            if weight not in (0, 1):
+            parts = [tensor.to(mesh.device, dtype).reshape(-1) for tensor in members]
+        else:
+            parts = [to_wire(tensor, mesh.device).reshape(-1) for tensor in members]
+        flat = torch.cat(parts)
+        if dtype.is_floating_point:
+            if weight == 0:
+                flat.zero_()
+            elif weight != 1:
                 flat.mul_(weight)
             all_reduce(flat, mesh.group)
             if crosses:
@@ -231,5 +236,8 @@ def average_replicated(
         elif crosses:
             broadcast(flat, mesh.fed)
         broadcast(flat, mesh.group)
-        for tensor, mean in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
-            tensor.copy_(mean.view(tensor.shape))
+        for tensor, part in zip(members, flat.split([part.numel() for part in parts]), strict=True):
+            if dtype.is_floating_point:
+                tensor.copy_(part.view(tensor.shape))
+            else:
+                from_wire(tensor, part)

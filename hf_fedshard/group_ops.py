@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 
-from .seams import Patches, check_seam
+from .seams import Patches, check_seams
 from .shards import to_wire
 
 
@@ -139,9 +139,9 @@ def keep_in_group(accelerator: Accelerator, ops: GroupOps, inside: Callable[[], 
 
         return make
 
+    check_seams(Accelerator, ACCELERATOR_SEAMS)
     patches = Patches()
-    for name, parameters in ACCELERATOR_SEAMS.items():
-        check_seam(Accelerator, name, parameters)
+    for name in ACCELERATOR_SEAMS:
         patches.replace(accelerator, name, choose(getattr(ops, name)))
     return patches
 

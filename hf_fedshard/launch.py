@@ -107,7 +107,8 @@ def check_synchronous_steps(config: FederationConfig, layout: FederationLayout, 
 
 def check_wrapping(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
     """
-    Refuses layers to shard that hold the input embedding: Accelerate 1.15 shards it on its own, then a second time.
+    Refuses layers to shard that hold the input embedding: Accelerate 1.15 shards it on its own, then a second time. And
+    layers that share a parameter: FSDP2 finds it sharded when it comes to the second one.
 
     Args:
         model (`nn.Module`):
@@ -123,16 +124,37 @@ def check_wrapping(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> 
         return
     names = set(plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or ())
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    layers = {name: module for name, module in model.named_modules() if type(module).__name__ in names}
     holders = {
-        type(module).__name__
-        for module in model.modules()
-        if type(module).__name__ in names and any(inner is embedding for inner in module.modules())
+        type(module).__name__ for module in layers.values() if any(inner is embedding for inner in module.modules())
     }
     if holders:
         raise ValueError(
             f"{', '.join(sorted(holders))} holds the input embedding, which Accelerate shards on its own, and so cannot be "
             f"a layer to shard. Launch with --fsdp_transformer_layer_cls_to_wrap {','.join(sorted(names - holders))}."
         )
+    holding: dict[int, dict[str, nn.Module]] = {}
+    for at, layer in layers.items():
+        for param in layer.parameters():
+            holding.setdefault(id(param), {})[at] = layer
+    for name, param in model.named_parameters():
+        sharing = _innermost(holding.get(id(param), {}))
+        if len(sharing) > 1:
+            kinds = ",".join(sorted({type(layers[at]).__name__ for at in sharing}))
+            raise ValueError(
+                f"The layers {' and '.join(sharing[:2])} share the parameter {name}, and FSDP2 shards each layer by itself. "
+                f"Give each its own; or launch with --fsdp_transformer_layer_cls_to_wrap and layers other than {kinds}, or "
+                "with --fsdp_auto_wrap_policy NO_WRAP, which shards the model as one."
+            )
+
+
+def _innermost(layers: dict[str, nn.Module]) -> list[str]:
+    """Those of several layers that hold none of the others."""
+    return [
+        at
+        for at, layer in layers.items()
+        if not any(inner is not layer and inner in layers.values() for inner in layer.modules())
+    ]
 
 
 def stated_sizes(parallelism_config: ParallelismConfig | None) -> dict[str, int] | None:

@@ -9,14 +9,24 @@ from accelerate import Accelerator
 
 from .accelerate_checkpoint import check_border
 from .rounds import Rounds
-from .seams import Patches, check_seam
+from .seams import Patches, check_seams
 
 
-def start_clock_with_steps(accelerator: Accelerator, rounds: Rounds) -> Patches:
+SEAMS = {
+    "backward": ("loss",),
+    "get_state_dict": ("model", "unwrap"),
+}
+
+
+def tie_to_rounds(accelerator: Accelerator, rounds: Rounds) -> Patches:
     """
-    What a loop does at a border, an evaluation or a checkpoint, is no part of the next round: its clock starts with the first
-    backward pass, or `sync_every="auto"` would take its first step to last as long. A hook of the model would see the forward
-    pass ahead of it too, but becomes part of the graph where models are compiled.
+    Has an Accelerator look at the rounds before it does what they have a say in, by replacing bound methods on this instance.
+
+    - `backward`: the first of a round starts its clock. What a loop does at a border, an evaluation or a checkpoint, is no
+      part of the next round, or `sync_every="auto"` would take its first step to last as long. A hook of the model would see
+      the forward pass ahead of it too, but becomes part of the graph where models are compiled.
+    - `get_state_dict`: raises inside a round, where every group holds another model, and what is saved would be one group's.
+      Accelerate's own hooks for saving and loading run when the weights are written or overwritten already.
 
     Args:
         accelerator (`Accelerator`):
@@ -26,48 +36,33 @@ def start_clock_with_steps(accelerator: Accelerator, rounds: Rounds) -> Patches:
 
     Returns:
         [`Patches`]: To be undone at the end of the federation.
+
+    Raises:
+        UpstreamChangedError: If a method is not as expected.
     """
     begun = -1
 
-    def first_of_round(original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal begun
-            if begun != rounds.round:  # once, also where a step has several micro-batches
-                begun = rounds.round
-                rounds.begin_step()
-            return original(*args, **kwargs)
+    def start_clock() -> None:
+        nonlocal begun
+        if begun != rounds.round:  # once, also where a step has several micro-batches
+            begun = rounds.round
+            rounds.begin_step()
 
-        return backward
-
-    check_seam(Accelerator, "backward", ("loss",))
+    check_seams(Accelerator, SEAMS)
     patches = Patches()
-    patches.replace(accelerator, "backward", first_of_round)
+    patches.replace(accelerator, "backward", _after(start_clock))
+    patches.replace(accelerator, "get_state_dict", _after(lambda: check_border(rounds, "accelerator.get_state_dict")))
     return patches
 
 
-def keep_saving_to_borders(accelerator: Accelerator, rounds: Rounds) -> Patches:
-    """
-    Inside a round every group holds another model, and what is saved would be one group's. Accelerate's own hooks for saving
-    and loading run when the weights are written or overwritten already, so its methods are replaced on this instance.
+def _after(first: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a method that does something else first."""
 
-    Args:
-        accelerator (`Accelerator`):
-            The instance.
-        rounds ([`Rounds`]):
-            What averages its model.
-
-    Returns:
-        [`Patches`]: To be undone at the end of the federation.
-    """
-
-    def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_state_dict(*args: Any, **kwargs: Any) -> Any:
-            check_border(rounds, "accelerator.get_state_dict")
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first()
             return original(*args, **kwargs)
 
-        return get_state_dict
+        return call
 
-    check_seam(Accelerator, "get_state_dict", ("model", "unwrap"))
-    patches = Patches()
-    patches.replace(accelerator, "get_state_dict", guarded)
-    return patches
+    return make

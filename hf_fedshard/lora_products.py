@@ -118,23 +118,11 @@ def average_products(
         `tuple[float, float, float]`: This rank's part in the squared distance of the group from the result and in the squared
         norm of that, and the largest relative error of [`refactor`].
     """
-    groups, total = mesh.layout.num_groups, sum(weights)
-    # Each group fills a place of its own in zeros, so that the sum holds all of them, unchanged.
-    tables = {}
-    for name in (name for pair in pairs for name in pair):
-        table = shards[name].new_zeros((groups, *shards[name].shape))
-        if weights[mesh.group_index]:
-            table[mesh.group_index] = shards[name]
-        tables[name] = table
+    tables = _own_places(pairs, shards, weights, mesh)
     gather(tables)
-    shares = [weight / total for weight in weights if weight]
 
     def refactored(pair: tuple[str, str]) -> tuple[torch.Tensor, torch.Tensor, float]:
-        first, second = (
-            [_whole(tables[name][group], parameters[name]).double() for group in range(groups) if weights[group]]
-            for name in pair
-        )
-        return refactor(first, second, shares)
+        return _refactor_pair(pair, tables, parameters, weights)
 
     parts: dict[str, torch.Tensor] = {}
     checksum, worst = torch.zeros((), dtype=torch.int64, device=mesh.device), 0.0
@@ -144,24 +132,67 @@ def average_products(
         for name, value in zip(pair, found, strict=True):
             checksum = 31 * checksum + _checksum(value).to(mesh.device)
             parts[name] = _part(value, parameters[name])
-    told = torch.stack([checksum, torch.tensor(worst, dtype=torch.float64, device=mesh.device).view(torch.int64)])
-    own = told.clone()
-    _take_first(told, mesh)
-    worst = float(told[1].view(torch.float64))
-    rows, _ = exchange_rows({"differs": float(not torch.equal(told, own))}, mesh)
-    if any(rows["differs"]):  # the same on all ranks
+    alike, worst = _compare_with_first(checksum, worst, mesh)
+    if not alike:  # the same on all ranks
         for pair in pairs:
             for name, value in zip(pair, refactored(pair)[:2], strict=True):
                 wire = value.to(mesh.device).contiguous()
                 _take_first(wire, mesh)
                 parts[name] = _part(wire.to(value.device), parameters[name])
+    drift, norm = _take_parts(parts, shards, copies, counts=bool(weights[mesh.group_index]))
+    return drift, norm, worst
+
+
+def _own_places(
+    pairs: Sequence[tuple[str, str]], shards: Mapping[str, torch.Tensor], weights: Sequence[float], mesh: Peers
+) -> dict[str, torch.Tensor]:
+    """Each group fills a place of its own in zeros, so that the sum over the groups holds all of them, unchanged."""
+    tables = {}
+    for name in (name for pair in pairs for name in pair):
+        table = shards[name].new_zeros((mesh.layout.num_groups, *shards[name].shape))
+        if weights[mesh.group_index]:
+            table[mesh.group_index] = shards[name]
+        tables[name] = table
+    return tables
+
+
+def _refactor_pair(
+    pair: tuple[str, str],
+    tables: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    weights: Sequence[float],
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """[`refactor`] on one adapter. Collective over the group, which puts the factors of each group together."""
+    first, second = (
+        [_whole(tables[name][group], parameters[name]).double() for group, weight in enumerate(weights) if weight]
+        for name in pair
+    )
+    return refactor(first, second, [weight / sum(weights) for weight in weights if weight])
+
+
+def _compare_with_first(checksum: torch.Tensor, error: float, mesh: Peers) -> tuple[bool, float]:
+    """
+    Whether all ranks have computed the same, and rank 0's error. Collective over the world: what rank 0 has, then the small
+    exchange of who has found anything else, so that all ranks hold one answer.
+    """
+    told = torch.stack([checksum, torch.tensor(error, dtype=torch.float64, device=mesh.device).view(torch.int64)])
+    own = told.clone()
+    _take_first(told, mesh)
+    rows, _ = exchange_rows({"differs": float(not torch.equal(told, own))}, mesh)
+    return not any(rows["differs"]), float(told[1].view(torch.float64))
+
+
+def _take_parts(
+    parts: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor], copies: Mapping[str, int], counts: bool
+) -> tuple[float, float]:
+    """Writes the new factors into the shards: the squared distance from the old ones, of a group that counts, and the norm."""
     drift = norm = 0.0
     for name, part in parts.items():
-        if weights[mesh.group_index]:
+        if counts:
             drift += float((shards[name].double() - part).square().sum()) / copies[name]
         norm += float(part.square().sum()) / copies[name]
         shards[name].copy_(part)
-    return drift, norm, worst
+    return drift, norm
 
 
 def _checksum(value: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from .parts import PART
 from .reshape import nearest_group
 from .residual_checkpoint import describe_residuals, load_residuals, take_residuals
 from .selection import plain_name
-from .shards import as_sharded
+from .shards import as_sharded, reshard
 from .shared_errors import together
 from .state_values import decode, encode
 from .tensor_store import load_tensors, stored_tensors
@@ -52,6 +52,8 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
         inside (`bool`, defaults to `False`):
             Whether a round is running.
     """
+    # An evaluation ahead of it, at the same border say, has left modules gathered, and what is sharded is told by them.
+    reshard(averager.model)
     outer = averager.outer
     local = frozenset(plain_name(name) for name in averager.trained.local_names())
     if averager.mesh.layout.num_groups == 1:

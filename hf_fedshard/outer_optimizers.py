@@ -87,18 +87,20 @@ def parse_options(options: str | Mapping[str, Any]) -> dict[str, Any]:
             A dictionary, or the arguments as they are written in a call: `"momentum=0.9"`, `"betas=(0.9, 0.95), eps=1e-6"`.
 
     Raises:
-        ValueError: If the text does not parse.
+        ValueError: If the text does not parse, or is neither a text nor a dictionary of names.
     """
-    if not isinstance(options, str):
+    if isinstance(options, Mapping) and all(isinstance(name, str) for name in options):
         return dict(options)
     try:
+        if not isinstance(options, str):
+            raise ValueError
         call = ast.parse(f"f({options})", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args
         return {str(item.arg): ast.literal_eval(item.value) for item in call.keywords if item.arg or 1 / 0}
     except (SyntaxError, ValueError, AssertionError, ZeroDivisionError):
         raise ValueError(
             f"outer_options must be written as the arguments of a call, such as 'momentum=0.9' or "
-            f"'betas=(0.9, 0.95), eps=1e-6', but got {options!r}."
+            f"'betas=(0.9, 0.95), eps=1e-6', or be a dictionary of them, but got {options!r}."
         ) from None
 
 
@@ -133,12 +135,12 @@ def make_outer_optimizer(
     Raises:
         ValueError: If there is no such optimizer, if it is not elementwise, or if it does not take the options.
     """
-    if name in REFUSED:
+    if isinstance(name, str) and name in REFUSED:
         raise ValueError(
             f"outer_optimizer={name} cannot step shards: {REFUSED[name]}. Use an elementwise one: "
             f"{', '.join([*OF_PAPERS, *ELEMENTWISE])}."
         )
-    if name not in OF_PAPERS and name not in ELEMENTWISE:
+    if not isinstance(name, str) or (name not in OF_PAPERS and name not in ELEMENTWISE):
         raise ValueError(
             f"outer_optimizer must be one of {', '.join(OF_PAPERS)}, or an elementwise class of torch.optim "
             f"({', '.join(ELEMENTWISE)}), but got {name!r}."

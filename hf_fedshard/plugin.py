@@ -19,8 +19,8 @@ from .data import draw_in_one_order, keep_generators_in_step, refuse_dispatched_
 from .group_data import GroupData
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
-from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, layout_for
-from .loop_seams import keep_saving_to_borders, start_clock_with_steps
+from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, check_wrapping, layout_for
+from .loop_seams import tie_to_rounds
 from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
@@ -81,6 +81,20 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         if stated["auto_wrap_policy"] is None and environment.launched_auto_wrap_policy() is None:
             self.auto_wrap_policy = "transformer_based_wrap"
         super().__post_init__()
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """
+        Accelerate's, called by `prepare`. Refuses layers that cannot be sharded one by one, before the first of them is.
+
+        Args:
+            model (`nn.Module`):
+                The model, not yet prepared.
+
+        Raises:
+            ValueError: See [`check_wrapping`].
+        """
+        check_wrapping(model, self)
+        super().set_auto_wrap_policy(model)
 
     @property
     def parallelism_config(self) -> FederatedParallelismConfig:
@@ -178,8 +192,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
 
             in_group = keep_in_group(accelerator, ops, inside)
             rounds.when_finished(in_group.undo)
-            rounds.when_finished(keep_saving_to_borders(accelerator, rounds).undo)
-            rounds.when_finished(start_clock_with_steps(accelerator, rounds).undo)
+            rounds.when_finished(tie_to_rounds(accelerator, rounds).undo)
         return rounds
 
     def _check(self, accelerator: Accelerator) -> None:

@@ -244,6 +244,11 @@ class Rounds(AdvancingRounds):
         )
         if not self.synchronous:
             self.border_seconds = metrics.sync_seconds
+        if earlier and self.untouched:
+            # The round has ended, and its last fragment was in flight: this is its border, and no round of its own.
+            self._restart_round()
+            self.course.begin()
+            return earlier[-1].with_border(metrics, *asked.answers(rows), tuple(earlier[:-1]))
         slowest = max(rows["seconds"]) / group_size
         # A group alone, the others left out after a fault or without weight, is at no distance from itself.
         drift = metrics.drift if sum(weight > 0 for weight in metrics.weights) > 1 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .versions import TESTED_VERSIONS
@@ -38,6 +38,23 @@ def check_seam(owner: type, name: str, parameters: Sequence[str]) -> None:
             f"({', '.join(parameters)}). It was tested with {TESTED_VERSIONS}: install these, or a release of "
             "hf_fedshard for your versions."
         )
+
+
+def check_seams(owner: type, seams: Mapping[str, Sequence[str]]) -> None:
+    """
+    Checks several methods of a class, see [`check_seam`].
+
+    Args:
+        owner (`type`):
+            The upstream class.
+        seams (`Mapping[str, Sequence[str]]`):
+            Parameters by the name of the method.
+
+    Raises:
+        UpstreamChangedError: If one is not as expected.
+    """
+    for name, parameters in seams.items():
+        check_seam(owner, name, parameters)
 
 
 def check_attribute(instance: Any, name: str) -> None:

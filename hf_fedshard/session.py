@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState
@@ -12,13 +12,13 @@ from transformers.utils import logging
 from .agreement import agree_on_training
 from .batch_counts import BatchCounts
 from .config import FederationConfig
-from .early_end import TO_END, EarlyEnd
-from .held_requests import FLAGS, HeldRequests
+from .early_end import EarlyEnd
+from .held_requests import HeldRequests
 from .mesh import FederationMesh
-from .metrics import exchange_rows
 from .rounds import Rounds
 from .scheduled_requests import ScheduledRequests
 from .seams import check_attribute
+from .session_borders import SessionBorders
 from .session_progress import TRAINER_COUNTERS, SessionProgress
 from .session_reports import RoundReports, warn_of_few_borders
 from .trainer_preemption import TrainerPreemption
@@ -57,9 +57,6 @@ class TrainingSession:
         inside: dict[str, Any] | None = None,
     ) -> None:
         self.trainer = trainer
-        self.mesh = mesh
-        self.config = config
-        self.in_round = False
         for attribute in (*TRAINER_COUNTERS, "_initial_global_step"):
             check_attribute(trainer, attribute)
         agree_on_training(trainer, at_border=inside is None)
@@ -73,8 +70,6 @@ class TrainingSession:
             one_model=inside is None,
             num_training_steps=trainer.state.max_steps,
         )
-        # Between the end of a round and the next step. Unlike `not in_round`, not before the first step.
-        self._at_border = False
         # Epochs begun, those of the run that is resumed included: a fraction is exact only to rounding.
         self.epoch = int((trainer.state.epoch or 0) + 1e-6)
         self._epoch_is_empty = True
@@ -84,9 +79,12 @@ class TrainingSession:
         self._scheduled = ScheduledRequests(trainer)
         self._progress = SessionProgress(trainer, config, self.rounds, self._held_requests, self.reports)
         self._early_end = EarlyEnd(preemption, trainer, mesh, self.rounds, self._progress)
+        self._borders = SessionBorders(
+            trainer, mesh, self.rounds, self._held_requests, self._scheduled, self.reports, self._early_end
+        )
         if inside is not None:
             self._progress.restore(inside)
-            self.in_round = True
+            self._borders.in_round = True
             # Its last step is the next one, and the others are told before it.
             self._early_end.still_to_arrive = self._progress.steps_left == 1
         warn_of_few_borders(trainer, config, self.rounds.course.period)
@@ -95,8 +93,13 @@ class TrainingSession:
 
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
-        self.in_round = False
+        self._borders.in_round = False
         self.rounds.release()
+
+    @property
+    def in_round(self) -> bool:
+        """Whether a round is running."""
+        return self._borders.in_round
 
     @property
     def inside_groups(self) -> bool:
@@ -156,7 +159,7 @@ class TrainingSession:
             self._end_epoch(state, control)
         elif event == "on_train_end" and self.in_round and not self.rounds.at_border and not self._early_end.leaving:
             self._early_end.wait_for_border()
-            self._close(state, control)
+            self._borders.close(state, control)
 
     def after_border(self, control: TrainerControl) -> None:
         """
@@ -167,8 +170,8 @@ class TrainingSession:
             control (`TrainerControl`):
                 Trainer's.
         """
-        if self._at_border:
-            self._share(control, ("should_training_stop", "should_epoch_stop"))
+        if self._borders.at_border:
+            self._borders.share(control, ("should_training_stop", "should_epoch_stop"))
             self._early_end.leave_if_due()
 
     @contextlib.contextmanager
@@ -192,40 +195,40 @@ class TrainingSession:
             if not self.rounds.at_border:
                 self._held_requests.hold_back(self.trainer.control)
                 self._early_end.wait_for_border()
-                self._close(state, self.trainer.control)
-            self.in_round = False
+                self._borders.close(state, self.trainer.control)
+            self._borders.in_round = False
         try:
             yield
         finally:
-            self.in_round = inside
+            self._borders.in_round = inside
             if inside:
                 # The step that was interrupted belongs to the next round.
                 self.reports.begin_losses()
 
     def _begin_step(self) -> None:
         self._epoch_is_empty = False
-        self._at_border = False
-        self.in_round = True
+        self._borders.at_border = False
+        self._borders.in_round = True
         self._early_end.begin_step()
         self.rounds.begin_step()
         self.reports.begin_losses()
 
     def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
         self.counts.count_steps(self.rounds, state)
-        self._at_border = self.rounds.at_border
-        if self._at_border:
+        self._borders.at_border = self.rounds.at_border
+        if self.rounds.at_border:
             # Closed on demand in this very step: this is the border that the requests wait for.
-            self.in_round = False
-            self._meet_requests(control)
+            self._borders.in_round = False
+            self._borders.meet_requests(control)
             return
         self._held_requests.hold_back(control)
-        if self._progress.steps_left <= 0 and self._needs_border(state):
+        if self._progress.steps_left <= 0 and self._borders.is_needed(state):
             # With pre-emption, all groups have said one step ago that they would come.
-            self._close(state, control)
+            self._borders.close(state, control)
         elif self.rounds.overlap is not None and not self.rounds.synchronous:
-            self._advance(state)
+            self._borders.advance(state)
         elif self._early_end.after_step(state):
-            self._close(state, control)
+            self._borders.close(state, control)
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
         self._early_end.end_epoch()
@@ -233,71 +236,18 @@ class TrainingSession:
             # Only now is it known of a stream: looking ahead would lose the first example of one that can be read once.
             raise ValueError("The train_dataset is empty: its stream gave no batch. Give it at least one example.")
         if not self.in_round:
-            if self._at_border:
-                self._meet_requests(control)
+            if self._borders.at_border:
+                self._borders.meet_requests(control)
             return
         # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
         ends_here = self._epoch_is_empty or self.epoch >= state.num_train_epochs
         if ends_here and self.rounds.at_border:
             # A stream that ended inside an accumulation window: no step was made since the last border, and it is the
             # same on all ranks, so there is nothing to average or to agree about.
-            self.in_round = False
+            self._borders.in_round = False
             return
         self._held_requests.hold_back(control)
         self._early_end.leave_at_epoch_end()
         if ends_here:
             self._early_end.wait_for_border()
-            self._close(state, control)
-
-    def _meet_requests(self, control: TrainerControl) -> None:
-        """At a border, what was asked for with the event is met at once."""
-        self._scheduled.pending = False
-        self._share(control, FLAGS)
-
-    def _share(self, control: TrainerControl, flags: Sequence[str]) -> None:
-        """At a border: what any rank asks for holds for all."""
-        asked = {flag: bool(getattr(control, flag)) for flag in flags} | self._early_end.requests()
-        rows, _ = exchange_rows({name: float(value) for name, value in asked.items()}, self.mesh)
-        for flag in flags:
-            setattr(control, flag, any(rows[flag]))
-        self._early_end.end_if_asked(control, any(rows.get(TO_END, ())))
-
-    def _needs_border(self, state: TrainerState) -> bool:
-        """
-        Whether the round that is over ends with one model. With `overlap_steps` only where somebody needs it; the same on all
-        ranks, since schedules are, and requests of other callbacks have come with the last averaging.
-        """
-        return self.rounds.needs_border or self._scheduled.pending or self._scheduled.is_over(state)
-
-    def _advance(self, state: TrainerState) -> None:
-        """With `overlap_steps`, after a step that makes no border: takes in and starts what is due."""
-        rounds, sums = self.rounds, {}
-        if rounds.is_due:
-            self.reports.end_losses(rounds)
-            self.reports.begin_losses()
-            sums = {"tokens_seen": self.reports.take_tokens(state)}
-        votes = self._held_requests.votes()
-        border = rounds.advance(votes, sums)
-        if border is not None:
-            self.reports.note_tokens(border, state)
-            self.reports.note_round(border)
-
-    def _close(self, state: TrainerState, control: TrainerControl) -> None:
-        """The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log."""
-        reports = self.reports
-        reports.end_losses(self.rounds)
-        votes = self._held_requests.votes() | self._early_end.requests()
-        border = self.rounds.close(votes, {"tokens_seen": reports.take_tokens(state)})
-        for each in (*border.earlier, border):
-            reports.note_tokens(each, state)
-        self._scheduled.pending = False
-        self.in_round = False
-        self._at_border = True
-        self._held_requests.meet(control, border.votes)
-        self._early_end.end_if_asked(control, border.votes.get(TO_END, False))
-        for earlier in border.earlier:
-            reports.note_round(earlier)
-        if border.metrics not in [earlier.metrics for earlier in border.earlier]:
-            # One line a round: Trainer's own where it is due, else one for the metrics.
-            follows = control.should_log and state.global_step > self.trainer._globalstep_last_logged
-            reports.note_round(border, logs_follow=follows)
+            self._borders.close(state, control)

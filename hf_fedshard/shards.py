@@ -224,13 +224,32 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """
     # The largest magnitude: NaN and infinity show in it, and unlike a sum of squares it cannot overflow. The results are
     # brought together before one of them is read, which is when a device is waited for.
-    largest = [
-        torch.linalg.vector_norm(tensor, ord=math.inf).double()
-        for tensor in tensors
-        if tensor.numel() and tensor.is_floating_point()
-    ]
+    largest = [largest_magnitude(tensor).double() for tensor in tensors if holds_floats(tensor)]
     device = largest[0].device if largest else None
     return not largest or bool(torch.isfinite(torch.stack([value.to(device) for value in largest])).all())
+
+
+def holds_floats(tensor: torch.Tensor) -> bool:
+    """
+    Whether a tensor has elements that could be infinite or no numbers.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Of any dtype; integers and constants in complex numbers are finite.
+    """
+    return tensor.numel() > 0 and tensor.is_floating_point()
+
+
+def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    The largest magnitude of a tensor's elements, left on its device. NaN and infinity show in it.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Floating-point numbers, at least one.
+    """
+    # Torch has no norm of numbers in 8 bits.
+    return torch.linalg.vector_norm(tensor if tensor.element_size() > 1 else tensor.float(), ord=math.inf)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -241,21 +260,40 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
         dtype (`torch.dtype`):
             The storage dtype.
     """
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
+
+
+# What gloo and NCCL both carry. A model's buffers may be anything: int16, float8, complex.
+_CARRIED = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
 
 
 def to_wire(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
-    A contiguous stand-in for a collective; booleans as bytes, which every backend carries.
+    A contiguous stand-in for a collective that hands values on; in bytes, which every backend carries, where not all carry
+    its dtype.
 
     Args:
         tensor (`torch.Tensor`):
-            What is to be sent. The stand-in is the tensor itself where it is fit for it.
+            What is to be sent. The stand-in is the tensor itself, or its memory, where it is fit for it.
         device (`torch.device`):
             Where the collective runs.
+
+    Returns:
+        `torch.Tensor`: Of the tensor's shape; in bytes its last dim is longer by the bytes of an element.
     """
     wire = tensor.to(device).contiguous()
-    return wire.view(torch.uint8) if wire.dtype == torch.bool else wire
+    if wire.dtype in _CARRIED:
+        return wire
+    return (wire if wire.ndim else wire.reshape(1)).view(torch.uint8)
 
 
 def from_wire(tensor: torch.Tensor, wire: torch.Tensor) -> None:
@@ -269,4 +307,4 @@ def from_wire(tensor: torch.Tensor, wire: torch.Tensor) -> None:
             From [`to_wire`].
     """
     if wire.data_ptr() != tensor.data_ptr() or wire.device != tensor.device:
-        tensor.copy_(wire.view(tensor.dtype) if tensor.dtype == torch.bool else wire)
+        tensor.copy_(wire.view(tensor.dtype).view(tensor.shape))

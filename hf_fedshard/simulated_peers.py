@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -35,6 +35,36 @@ class Meeting:
         self.barrier = threading.Barrier(num_peers)
         self.tensors: list[torch.Tensor | None] = [None] * num_peers
         self.result: torch.Tensor | None = None
+
+    def hold(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """
+        Has something done by all groups at once, each in a thread, since they wait for each other in it.
+
+        Args:
+            calls (`Sequence[Callable]`):
+                One of each group.
+
+        Returns:
+            `list`: What each of them has returned. Raises what the first of those that failed by itself has raised.
+        """
+        self.barrier.reset()
+
+        def called(call: Callable[[], T]) -> T:
+            try:
+                return call()
+            except BaseException:
+                # The others would wait for this one.
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(len(calls)) as pool:
+            futures = [pool.submit(called, call) for call in calls]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        # A broken barrier follows from another group's error.
+        causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        if errors:
+            raise (causes or errors)[0]
+        return [future.result() for future in futures]
 
 
 class InMemoryPeer(InMemoryGroup):

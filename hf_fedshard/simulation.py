@@ -6,11 +6,9 @@ steps on whole models, without process groups. Exact, and cheap enough for resea
 from __future__ import annotations
 
 import copy
-import threading
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -19,62 +17,15 @@ from .config import FederationConfig
 from .handshake import FederationMismatchError
 from .layout import FederationLayout
 from .lora import check_adapters
-from .mesh import OverlapPeers
 from .metrics import RoundMetrics
-from .rounds import Border, Rounds
+from .rounds import Border
 from .selection import Selection
-from .simulated_gradients import SimulatedGradients, average_gradients
+from .simulated_gradients import average_gradients
+from .simulated_groups import SimulatedGroup
 from .simulated_peers import Alone, InMemoryPeer, Meeting, SimulatedPeers
 
 
 T = TypeVar("T")
-
-
-class _SimulatedRounds(Rounds):
-    """Rounds of a group that was copied from the others, so that nothing has to be agreed upon."""
-
-    def _begin(self, one_model: bool) -> None:
-        pass
-
-    def _slow_tier(self) -> OverlapPeers:
-        peers: Any = self.mesh
-        return peers
-
-
-@dataclass
-class SimulatedGroup:
-    """
-    One federation group.
-
-    Args:
-        index (`int`):
-            g, its number.
-        model (`nn.Module`):
-            Its model, whole.
-        optimizer (`torch.optim.Optimizer`):
-            Its inner optimizer.
-        rounds ([`Rounds`]):
-            What counts its steps.
-    """
-
-    index: int
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    rounds: Rounds
-
-    def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0, samples: float = 0) -> None:
-        """
-        Counts a step of this group, as [`Rounds.count_step`].
-
-        Args:
-            loss (`torch.Tensor` or `float`, *optional*):
-                Its training loss.
-            tokens (`int`, defaults to `0`):
-                Its tokens.
-            samples (`int`, defaults to `0`):
-                Its samples.
-        """
-        self.rounds.count_step(loss, tokens, samples)
 
 
 class Simulation:
@@ -145,13 +96,9 @@ class Simulation:
         models = [model, *(copy.deepcopy(model) for _ in range(size - 1))]
         self.groups: list[SimulatedGroup] = []
         for index, own in enumerate(models):
+            peers = SimulatedPeers(layout, InMemoryPeer(self._meeting, index), Alone(), device)
             inner = optimizer([param for param in own.parameters() if param.requires_grad])
-            peers: Any = SimulatedPeers(layout, InMemoryPeer(self._meeting, index), Alone(), device)
-            rounds = _SimulatedRounds(own, peers, config, [inner], num_training_steps=num_training_steps)
-            rounds.counts_updates = True
-            inner.register_step_pre_hook(_check(rounds))
-            inner.register_step_post_hook(_note(rounds))
-            self.groups.append(SimulatedGroup(index, own, inner, rounds))
+            self.groups.append(SimulatedGroup(index, own, inner, peers, config, num_training_steps))
 
     @property
     def model(self) -> nn.Module:
@@ -178,7 +125,7 @@ class Simulation:
             ValueError: If some groups have a gradient of a parameter and others have none.
         """
         if self.synchronous:
-            parts = [part for group in self.groups if (part := _gradients_of(group.rounds)) is not None]
+            parts = [part for group in self.groups if (part := group.gradients) is not None]
             average_gradients([group.model for group in self.groups], parts)
 
     def step(self) -> RoundMetrics | None:
@@ -232,25 +179,7 @@ class Simulation:
         return self._together(lambda group: group.rounds.close(sums=sums))[0]
 
     def _together(self, call: Callable[[SimulatedGroup], T]) -> list[T]:
-        """Has something done by all groups at once, each in a thread, since they wait for each other in it."""
-        self._meeting.barrier.reset()
-
-        def called(group: SimulatedGroup) -> T:
-            try:
-                return call(group)
-            except BaseException:
-                # The others would wait for this one.
-                self._meeting.barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(len(self.groups)) as pool:
-            futures = [pool.submit(called, group) for group in self.groups]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        # A broken barrier follows from another group's error.
-        causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-        if errors:
-            raise (causes or errors)[0]
-        return [future.result() for future in futures]
+        return self._meeting.hold([functools.partial(call, group) for group in self.groups])
 
 
 def _check_settings(config: FederationConfig) -> None:
@@ -261,25 +190,3 @@ def _check_settings(config: FederationConfig) -> None:
             "sync_every='auto' follows the time that steps and averagings take, and a simulation takes another one. Give "
             "a number, a list of periods, or 'drift'."
         )
-
-
-def _gradients_of(rounds: Rounds) -> SimulatedGradients | None:
-    gradients = rounds.course.gradients
-    assert gradients is None or isinstance(gradients, SimulatedGradients)
-    return gradients
-
-
-def _check(rounds: Rounds) -> Callable[..., None]:
-    def check(*args: Any) -> None:
-        gradients = _gradients_of(rounds)
-        if gradients is not None:
-            gradients.check_step()
-
-    return check
-
-
-def _note(rounds: Rounds) -> Callable[..., None]:
-    def note(optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        rounds.note_optimizer_step(getattr(optimizer, "found_inf", None))
-
-    return note

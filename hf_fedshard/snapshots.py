@@ -15,6 +15,8 @@ from .shards import (
     accumulation_dtype,
     all_finite,
     find_parameters,
+    holds_floats,
+    largest_magnitude,
     persistent_buffers,
     reshard,
     reshard_modules,
@@ -133,7 +135,7 @@ class Snapshots:
             dtypes={name: shard.dtype for name, shard in shards.items()},
             buffers={name: buffer.clone() for name, buffer in buffers.items()},
             mean_buffers={name: torch.empty_like(buffer) for name, buffer in buffers.items()},
-            besides=[torch.linalg.vector_norm(tensor, ord=float("inf")) for tensor in besides if _has_floats(tensor)],
+            besides=[largest_magnitude(tensor) for tensor in besides if holds_floats(tensor)],
             plans=averager.tensors.parameter_plans(target, fragment),
             problems=found.strays,
             copies=averager.tensors.copies(parameters),
@@ -206,8 +208,10 @@ class Snapshots:
             buffer = averager.model.get_buffer(name)
             if replace or mean.dtype.is_floating_point:
                 buffer.copy_(mean)
-            elif mean.dtype != torch.bool:
-                buffer.add_(mean - snapshot.buffers[name])
+            elif mean.dtype != torch.bool and not mean.dtype.is_complex:
+                # In int64: torch subtracts no unsigned integers of more than 8 bits.
+                counted = mean.long() - snapshot.buffers[name].long()
+                buffer.copy_(buffer.long() + counted)
 
     def _turns(
         self, snapshot: Snapshot, shards: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
@@ -234,10 +238,6 @@ def note_distance(snapshot: Snapshot) -> None:
     """
     for name, shard in snapshot.shards.items():
         torch.sub(snapshot.means[name], shard, out=shard)
-
-
-def _has_floats(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.is_floating_point()
 
 
 def _bring(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from .collectives import all_reduce
-from .counters import counters_of, exchange_counts, settle_counters
-from .exchange import run_exchange
-from .exchange_plan import plan_exchange
-from .initial import hold_the_same_bits
-from .mesh import FederationMesh, Peers
-from .metrics import exchange_rows
-from .moments import reset_moments
-from .shards import all_finite
-
-
-logger = logging.getLogger(__name__)
+from .mesh import FederationMesh
 
 
 @dataclass(frozen=True)
@@ -178,88 +164,3 @@ class GradientSync(SynchronousGradients):
         if gradient.dtype != torch.float16:
             gradient.div_(num_groups)
         self.bytes_sent += 2 * part.numel() * part.element_size() * (num_groups - 1) // num_groups
-
-
-@torch.no_grad()
-def unify_moments(
-    optimizers: Sequence[torch.optim.Optimizer], mesh: Peers, bucket_size_bytes: int
-) -> tuple[int, bool]:
-    """
-    Brings the groups' optimizer moments together, so that equal gradients give equal updates. Collective over the world, at
-    a border.
-
-    Order on every rank: the small exchange of what each holds, the comparison of bits, and if they differ the exchange of
-    the step counters and that of the moments. What is done depends on exchanged values alone.
-
-    Args:
-        optimizers (`Sequence[torch.optim.Optimizer]`):
-            The inner optimizers.
-        mesh ([`Peers`]):
-            The federation.
-        bucket_size_bytes (`int`):
-            Upper bound of an exchange buffer.
-
-    Returns:
-        `tuple[int, bool]`: Bytes that this rank has sent to other groups, and whether the moments had to be dropped, since
-        some groups have none after a fault, or quantised ones, or no group's are finite. Groups whose moments are not
-        finite take the average of the others'.
-    """
-    moments: dict[str, torch.Tensor] = {}
-    counters: dict[str, torch.Tensor] = {}
-    quantised = False
-    for index, optimizer in enumerate(optimizers):
-        for place, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
-            for name, value in optimizer.state.get(param, {}).items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                local = value.to_local() if isinstance(value, DTensor) else value
-                if value.ndim and not (local.is_floating_point() and type(local.detach()) is torch.Tensor):
-                    quantised = True
-                target = moments if value.ndim else counters
-                target[f"{index}/{place}/{name}"] = local
-    row = {
-        "moments": len(moments),
-        "quantised": quantised,
-        "elements": sum(local.numel() for local in moments.values()),
-        "not_finite": not all_finite(moments.values()),
-    }
-    rows, _ = exchange_rows({name: float(value) for name, value in row.items()}, mesh)
-    equal = hold_the_same_bits([moments, counters], mesh) if _all_equal(rows) else False
-    bad = [bool(count) for count in rows["not_finite"]]
-    if equal and not any(bad):
-        return 0, False
-    why = "a group has lost its own" if not _all_equal(rows) else "no group's are finite" if all(bad) else ""
-    why = "they are quantised" if any(rows["quantised"]) else why
-    if why:
-        for optimizer in optimizers:
-            reset_moments(optimizer)
-        if mesh.is_main:
-            logger.warning(
-                "The optimizer moments of the groups cannot be averaged before the synchronous steps at the end (%s): all "
-                "groups begin them with fresh moments.",
-                why,
-            )
-        return 0, True
-    steps = counters_of(optimizers)
-    counts = exchange_counts(steps, mesh)
-    plan = plan_exchange(moments, mesh, bucket_size_bytes)
-    weights = [float(not group) for group in bad]
-    if any(bad) and dist.get_rank() == 0:
-        logger.warning(
-            "The optimizer moments of federation group %s are not finite. It takes the average of the others' for the "
-            "synchronous steps at the end.",
-            ", ".join(str(group) for group, found in enumerate(bad) if found),
-        )
-    run_exchange(plan, moments, mesh.device, weights[mesh.group_index], sum(weights))
-    # Counters that differ, after a fault say: the largest, as when groups are merged. Other single numbers likewise.
-    settle_counters(steps, counts, weights)
-    for counter in counters.values():
-        held = counter.to(mesh.device, copy=True)
-        for group in (mesh.fed, mesh.group):
-            all_reduce(held, group, "max")
-        counter.copy_(held)
-    return plan.slow_bytes(), False
-
-
-def _all_equal(rows: dict[str, list[float]]) -> bool:
-    return all(len(set(rows[name])) == 1 for name in ("moments", "elements"))

@@ -6,42 +6,30 @@ import atexit
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerControl
+from transformers import TrainerControl
 
 from .checkpointed_run import CheckpointedRun
 from .jit_checkpoint import take_out_jit_checkpoint
 from .preemption import Preemption, TrainingPreempted
 from .rounds import Rounds
 from .scheduled_requests import epoch_is_whole
-from .seams import Patches, check_attribute, check_seam
+from .seams import check_attribute
 from .signals import TerminationSignal, shield_workers
 from .trainer_part import save_trainer_part
+from .trainer_seams import Method, TrainerSeams
 
 
 logger = logging.getLogger(__name__)
 
-Method = Callable[..., Any]
-
-SEAMS = {
-    "train": ("resume_from_checkpoint",),
-    "_save_checkpoint": ("model", "trial"),
-    "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
-    "_save_rng_state": ("output_dir",),
-    "_get_output_dir": ("trial",),
-    "get_train_dataloader": (),
-    "get_eval_dataloader": ("eval_dataset",),
-    "get_test_dataloader": ("test_dataset",),
-}
 LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 
 
-class TrainerPreemption:
+class TrainerPreemption(TrainerSeams):
     """
     Ends the training of one Trainer on SIGTERM, by replacing bound methods on this instance.
 
@@ -56,13 +44,21 @@ class TrainerPreemption:
         UpstreamChangedError: If a method to be replaced is not as expected.
     """
 
+    SEAMS = {
+        "train": ("resume_from_checkpoint",),
+        "_save_checkpoint": ("model", "trial"),
+        "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
+        "_save_rng_state": ("output_dir",),
+        "_get_output_dir": ("trial",),
+        "get_train_dataloader": (),
+        "get_eval_dataloader": ("eval_dataset",),
+        "get_test_dataloader": ("test_dataset",),
+    }
+
     def __init__(self, run: CheckpointedRun) -> None:
-        for name, parameters in SEAMS.items():
-            check_seam(Trainer, name, parameters)
+        super().__init__(run)
         for attribute in ("current_flos", "hp_search_backend"):
             check_attribute(run.trainer, attribute)
-        self.run = run
-        self.trainer: Any = run.trainer
         self.place = run.place
         self.config = run.config
         self.leaving = False
@@ -73,7 +69,6 @@ class TrainerPreemption:
         self._protocol: Preemption | None = None
         self.checkpoint = ""
         """What was saved last before leaving."""
-        self._patches = Patches()
         self._saved_at: tuple[int, int] | None = None
         self._seen_step: int | None = None
 
@@ -87,10 +82,6 @@ class TrainerPreemption:
         if self.place.layout.num_groups == 1:
             # Every step end is a border.
             self._patches.replace(self.trainer, "_maybe_log_save_evaluate", self._end_of_plain_step)
-
-    def remove(self) -> None:
-        """Puts every method back."""
-        self._patches.undo()
 
     @property
     def protocol(self) -> Preemption:

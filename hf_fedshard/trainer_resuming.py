@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import Trainer
 
 from .checkpoint import load_group_state, load_model
 from .checkpoint_choice import check_whole, list_checkpoints
 from .checkpoint_folder import check_writable, clean_up
 from .checkpoint_layout import DESCRIPTION_NAME, read_description
-from .checkpointed_run import CheckpointedRun
 from .group_checkpoint import load_buffers, load_progress
 from .manifest import CheckpointError
 from .parts import IN_PARTS, PART, check_same_run, kind_of, part_name
 from .reshape import describe_reshape
-from .seams import Patches, check_seam
 from .shared_errors import together
+from .trainer_seams import Method, TrainerSeams
 
 
 logger = logging.getLogger(__name__)
 
-Method = Callable[..., Any]
 
-SEAMS = {
-    "train": ("resume_from_checkpoint",),
-    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_load_scaler": ("checkpoint",),
-    "_load_best_model": (),
-    "_load_rng_state": ("checkpoint",),
-}
-
-
-class TrainerResuming:
+class TrainerResuming(TrainerSeams):
     """
     Group-correct resuming of one Trainer, by replacing bound methods on this instance.
 
@@ -56,12 +42,14 @@ class TrainerResuming:
         UpstreamChangedError: If a method to be replaced is not as expected.
     """
 
-    def __init__(self, run: CheckpointedRun) -> None:
-        for name, parameters in SEAMS.items():
-            check_seam(Trainer, name, parameters)
-        self.run = run
-        self.trainer: Any = run.trainer
-        self._patches = Patches()
+    SEAMS = {
+        "train": ("resume_from_checkpoint",),
+        "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+        "_load_optimizer_and_scheduler": ("checkpoint",),
+        "_load_scaler": ("checkpoint",),
+        "_load_best_model": (),
+        "_load_rng_state": ("checkpoint",),
+    }
 
     def install(self) -> None:
         """Replaces the methods. Call once."""
@@ -73,10 +61,6 @@ class TrainerResuming:
         replace(trainer, "_load_optimizer_and_scheduler", lambda original: self._load_state)
         replace(trainer, "_load_best_model", self._load_best_model)
         replace(trainer, "_load_rng_state", self._load_rng_state)
-
-    def remove(self) -> None:
-        """Puts every method back."""
-        self._patches.undo()
 
     def _train(self, original: Method) -> Method:
         def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

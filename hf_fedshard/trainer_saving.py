@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import (
@@ -23,24 +21,12 @@ from .checkpoint_folder import Staging, rotate
 from .checkpointed_run import CheckpointedRun
 from .model_files import gather_adapters
 from .outer_checkpoint import take_outer_state
-from .seams import Patches, check_seam
+from .seams import Patches
 from .shared_errors import together
+from .trainer_seams import Method, TrainerSeams
 
 
-Method = Callable[..., Any]
-
-SEAMS = {
-    "save_model": ("output_dir", "_internal_call"),
-    "_save": ("output_dir", "state_dict"),
-    "_save_checkpoint": ("model", "trial"),
-    "_get_output_dir": ("trial",),
-    "_save_optimizer_and_scheduler": ("output_dir",),
-    "_save_scaler": ("output_dir",),
-    "_push_from_checkpoint": ("checkpoint_folder",),
-}
-
-
-class TrainerSaving:
+class TrainerSaving(TrainerSeams):
     """
     Group-correct saving of one Trainer, by replacing bound methods on this instance.
 
@@ -59,12 +45,18 @@ class TrainerSaving:
         UpstreamChangedError: If a method to be replaced is not as expected.
     """
 
+    SEAMS = {
+        "save_model": ("output_dir", "_internal_call"),
+        "_save": ("output_dir", "state_dict"),
+        "_save_checkpoint": ("model", "trial"),
+        "_get_output_dir": ("trial",),
+        "_save_optimizer_and_scheduler": ("output_dir",),
+        "_save_scaler": ("output_dir",),
+        "_push_from_checkpoint": ("checkpoint_folder",),
+    }
+
     def __init__(self, run: CheckpointedRun) -> None:
-        for name, parameters in SEAMS.items():
-            check_seam(Trainer, name, parameters)
-        self.run = run
-        self.trainer: Any = run.trainer
-        self._patches = Patches()
+        super().__init__(run)
         self._written: dict[str, int] = {}
         self._saving = False
 
@@ -76,10 +68,6 @@ class TrainerSaving:
         replace(trainer, "_save_optimizer_and_scheduler", lambda original: self._save_state)
         # The scaler is part of the group's state.
         replace(trainer, "_save_scaler", lambda original: lambda output_dir: None)
-
-    def remove(self) -> None:
-        """Puts every method back."""
-        self._patches.undo()
 
     def _save_checkpoint(self, original: Method) -> Method:
         def save_checkpoint(model: Any, trial: Any = None, *args: Any, **kwargs: Any) -> None:

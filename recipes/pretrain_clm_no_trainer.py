@@ -140,11 +140,28 @@ def train(
             losses, tokens = [], 0
             if metrics is not None:
                 report(accelerator, step, metrics)
-                if args.checkpointing_rounds and metrics.round % args.checkpointing_rounds == 0:
-                    accelerator.save_state()
+            if fedavg is not None and saves_now(fedavg, args):
+                if not fedavg.at_border:
+                    # With `overlap_steps` the averaging of the round is still in flight, and every group holds another model.
+                    report(accelerator, step, fedavg.close().report())
+                accelerator.save_state()
             if step >= args.max_train_steps:
                 break
         epoch, skipped = epoch + 1, 0
+
+
+def saves_now(fedavg: Rounds, args: LoopArguments) -> bool:
+    """
+    Whether a checkpoint is due: the step that was counted last has ended a round, one of those asked for. The same on all ranks.
+
+    Args:
+        fedavg ([`Rounds`]):
+            What averages the groups.
+        args (`LoopArguments`):
+            The loop.
+    """
+    every = args.checkpointing_rounds
+    return every > 0 and fedavg.untouched and fedavg.round % every == 0
 
 
 def report(accelerator: Accelerator, step: int, metrics: RoundMetrics) -> None:

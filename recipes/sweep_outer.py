@@ -17,8 +17,10 @@ import torch
 
 from clm_arguments import DataArguments, ModelArguments
 from recipe_arguments import parse_groups
-from sweep_settings import Result, Setting, append_result, describe, read_results, read_study
-from sweep_training import Run, StudyData, mean_loss, prepare
+from sweep_data import StudyData, prepare
+from sweep_results import Result, append_result, read_results
+from sweep_settings import Setting, describe, read_study
+from sweep_training import Run, mean_loss
 
 
 USAGE = "python recipes/sweep_outer.py --args_file FILE [option ...]"

@@ -12,7 +12,8 @@ from hf_fedshard import guard
 from hf_fedshard.anchors import anchors_differ
 from hf_fedshard.averaging import ModelAverager
 from hf_fedshard.initial import checksum
-from tests.harness.outer_runs import GROUP_SIZE, NUM_RANKS, Run, double, full_state, make_mesh
+from tests.harness.models import full_state
+from tests.harness.outer_runs import GROUP_SIZE, NUM_RANKS, Run, double, make_mesh
 from tests.harness.overlap_runs import NUM_STEPS, OverlapRun
 from tests.harness.overlap_runs import make_mesh as make_overlap_mesh
 from tests.harness.pool import WorkerPool

@@ -10,10 +10,11 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_fedshard import FedAvgCallback
-from tests.harness.checkpoint_runs import differences, forget_meshes, make_model, state_of
+from tests.harness.checkpoint_runs import differences, make_model, state_of
 from tests.harness.data import ListDataset, collate, token_samples
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
+from tests.harness.tiny_trainer import forget_meshes
 
 
 class Counting(FedAvgCallback, ExportableState):

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from hf_fedshard import FederatedFSDPPlugin, export_checkpoint
 from hf_fedshard.manifest import find_damage
 from hf_fedshard.shards import reshard
-from tests.harness.checkpoint_runs import checkpoints, differences, forget_meshes, make_model
+from tests.harness.checkpoint_runs import checkpoints, differences, make_model
 from tests.harness.data import BatchRecorder, ListDataset, collate, token_samples
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
+from tests.harness.tiny_trainer import forget_meshes
 
 
 LIMIT = 120.0
@@ -154,6 +155,42 @@ def test_resume_is_exact(size: int, tmp_path: Path, request: pytest.FixtureReque
     exported = AutoModelForCausalLM.from_pretrained(export_checkpoint(checkpoint, tmp_path / "out"))
     loaded = run(pool, resumed, tmp_path, str(checkpoint), until=None)
     assert not differences(exported.state_dict(), loaded[0]["model"])
+
+
+def evaluated(folder: str, **options: Any) -> Any:
+    """Evaluated and saved at one border: a forward without backward leaves FSDP2's last modules gathered."""
+    loop = Loop(folder, **options)
+    loop.train(4)
+    if not loop.fedavg.at_border:
+        loop.fedavg.close()
+    loop.model.eval()
+    with torch.no_grad():
+        for batch in loop.loader:
+            loop.model(**batch)
+    loop.model.train()
+    loop.accelerator.save_state()
+    return loop.state()["model"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"outer_optimizer": "nesterov", "wire_format": "int8"},
+        pytest.param({"outer_optimizer": "nesterov"}, marks=pytest.mark.slow),
+        pytest.param({"wire_format": "int8", "overlap_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"proximal_mu": 0.1, "local_parameters": "*.norm.*"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"overlap_steps": 2, "num_fragments": 2, "outer_optimizer": "fedadam", "wire_format": "int4"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_saved_right_after_an_evaluation(world4: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    saved = run(world4, evaluated, tmp_path, **options)
+    loaded = run(world4, resumed, tmp_path, None, until=None, **options)
+    for before, after in zip(saved, loaded, strict=True):
+        assert not differences(before, after["model"])
 
 
 @pytest.mark.parametrize(

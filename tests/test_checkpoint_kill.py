@@ -16,10 +16,11 @@ from transformers import TrainerCallback
 from hf_fedshard import checkpoint_folder, tensor_store
 from hf_fedshard.checkpoint_choice import list_checkpoints
 from hf_fedshard.manifest import find_damage
-from tests.harness.checkpoint_runs import checkpoints, differences, forget_meshes, make_trainer, state_of
+from tests.harness.checkpoint_runs import checkpoints, differences, make_trainer, state_of
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
 from tests.harness.reports import WorldTimeoutError
+from tests.harness.tiny_trainer import forget_meshes
 
 
 # Where, and which rank; `None` for all of them.

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from hf_fedshard import trainer_resuming
-from tests.harness.checkpoint_runs import differences, forget_meshes, make_trainer, state_of
+from tests.harness.checkpoint_runs import differences, make_trainer, state_of
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.marks import quick_and_slow
 from tests.harness.pool import WorkerPool
+from tests.harness.tiny_trainer import forget_meshes
 
 
 LIMIT = 240.0

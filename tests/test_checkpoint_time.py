@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
-from tests.harness.checkpoint_runs import forget_meshes, make_trainer
+from tests.harness.checkpoint_runs import make_trainer
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
+from tests.harness.tiny_trainer import forget_meshes
 
 
 def size_of(folder: Path) -> int:

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
 from hf_fedshard import CheckpointError, export_checkpoint
 from hf_fedshard.manifest import find_damage
 from hf_fedshard.tensor_store import stored_tensors
-from tests.harness.checkpoint_runs import checkpoints, differences, forget_meshes, make_trainer, state_of, train
+from tests.harness.checkpoint_runs import checkpoints, differences, make_trainer, state_of, train
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.models import tiny_llama
 from tests.harness.pool import WorkerPool
+from tests.harness.tiny_trainer import forget_meshes
 
 
 LIMIT = 240.0

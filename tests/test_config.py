@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from hf_fedshard import FedAvgCallback, FederatedFSDPPlugin, FederationConfig, environment
 from tests.harness.environment import patched_environment
@@ -229,18 +230,18 @@ def test_periods_by_drift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bounds_of_the_period() -> None:
-    with pytest.raises(ValueError, match="max_sync_every must be an integer of at least 9, but got 8"):
+    with pytest.raises(ValueError, match="min_sync_every=9 must not be above max_sync_every=8"):
         FederationConfig(min_sync_every=9, max_sync_every=8)
     for wrong in (0, 1, 1.5, -0.1, math.nan, "0.1", True):
         with pytest.raises(ValueError, match="max_sync_share must be a number between 0 and 1, but got"):
             FederationConfig(max_sync_share=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, math.inf, math.nan, "30", True])
+@pytest.mark.parametrize("wrong", [0, -1.0, 1e-4, 1e10, math.inf, math.nan, "30", True])
 def test_range_of_timeout(wrong: Any) -> None:
     with pytest.raises(ValueError) as caught:
         FederationConfig(timeout_seconds=wrong)
-    assert str(caught.value) == f"timeout_seconds must be a positive number, but got {wrong!r}."
+    assert str(caught.value) == f"timeout_seconds must be a positive number, 0.001 to 1e9, but got {wrong!r}."
 
 
 @pytest.mark.parametrize("make", [FederationConfig.from_arguments, FedAvgCallback, FederatedFSDPPlugin])
@@ -323,6 +324,42 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_outer_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FederationConfig(**settings)
+
+
+ANYTHING: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2.5,
+        math.nan,
+        math.inf,
+        10**30,
+        1j,
+        "",
+        "x",
+        b"int8",
+        (),
+        [],
+        ["x"],
+        {},
+        {"a": 1},
+        {1: 2},
+    ),
+    *({"x"}, object(), int, torch.tensor([1.0, 2.0])),
+)
+
+
+@pytest.mark.parametrize("name", FederationConfig.names())
+@pytest.mark.parametrize("others", [{}, {"overlap_steps": 2, "outer_warmup_rounds": 1}], ids=["alone", "with others"])
+def test_a_value_of_any_type_is_taken_or_refused_by_name(name: str, others: dict[str, Any]) -> None:
+    for value in ANYTHING:
+        try:
+            FederationConfig(**{**others, name: value}).comparable()
+        except ValueError as error:
+            assert name in str(error), f"{value!r}: {error}"
 
 
 def by_loss(counts: Any) -> list[float]:

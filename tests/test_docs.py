@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import yaml
 
+from benchmarks.arguments import make_parser as make_benchmark_parser
 from benchmarks.report import make_parser as make_report_parser
-from benchmarks.two_tier import make_parser as make_benchmark_parser
 from hf_fedshard import FederationConfig
 from hf_fedshard.export import make_parser
 from hf_fedshard.run import make_parser as make_run_parser

@@ -58,6 +58,7 @@ CORE = (
     "periods",
     "measured_periods",
     "synchronous",
+    "unified_moments",
     "course",
     "outer",
     "outer_optimizers",

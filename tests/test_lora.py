@@ -19,7 +19,7 @@ from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.shards import reshard
 from hf_fedshard.simulation import Simulation
-from tests.harness.models import add_lora, tiny_llama
+from tests.harness.models import add_lora, full_state, tiny_llama
 from tests.harness.outer_runs import (
     GROUP_SIZE,
     NUM_RANKS,
@@ -27,7 +27,6 @@ from tests.harness.outer_runs import (
     adapted,
     double,
     draws,
-    full_state,
     make_mesh,
     num_samples,
     sum_over,

@@ -13,9 +13,9 @@ from transformers import Trainer, TrainerCallback
 
 from hf_fedshard import RoundMetrics, Rounds
 from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.models import full_state
 from tests.harness.pool import WorkerPool
 from tests.harness.tiny_trainer import forget_meshes, tiny_trainer
-from tests.harness.trainer_runs import full_state
 
 
 HSDP = fsdp_launch_env(2, 2)

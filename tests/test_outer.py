@@ -18,12 +18,12 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.outer import OuterLoop
+from tests.harness.models import full_state
 from tests.harness.outer_runs import (
     Run,
     assert_matches,
     double,
     dtypes_of,
-    full_state,
     make_mesh,
     refer,
     run_case,
@@ -31,7 +31,7 @@ from tests.harness.outer_runs import (
     single,
 )
 from tests.harness.pool import WorkerPool
-from tests.harness.reference import State
+from tests.harness.reference_groups import State
 
 
 CASES: dict[str, dict[str, Any]] = {

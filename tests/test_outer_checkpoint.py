@@ -18,10 +18,11 @@ from hf_fedshard import export_checkpoint, outer_checkpoint, residual_checkpoint
 from hf_fedshard.manifest import find_damage
 from hf_fedshard.residual_checkpoint import take_residuals
 from hf_fedshard.shards import as_sharded
-from tests.harness.checkpoint_runs import differences, forget_meshes, make_trainer, state_of
+from tests.harness.checkpoint_runs import differences, make_trainer, state_of
 from tests.harness.data import BatchRecorder
 from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.pool import WorkerPool
+from tests.harness.tiny_trainer import forget_meshes
 from tests.test_checkpoint_accelerate import Loop
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from hf_fedshard import guard
 from hf_fedshard.mesh import FederationMesh
 from hf_fedshard.shards import local_shards, reshard
+from tests.harness.models import full_state
 from tests.harness.outer_runs import (
     GROUP_SIZE,
     NUM_GROUPS,
@@ -19,13 +20,12 @@ from tests.harness.outer_runs import (
     assert_matches,
     double,
     draws,
-    full_state,
     make_mesh,
     num_samples,
     refer,
 )
 from tests.harness.pool import WorkerPool
-from tests.harness.reference import State
+from tests.harness.reference_groups import State
 
 
 RATE, MOMENTUM, MU = 0.7, 0.9, 0.5

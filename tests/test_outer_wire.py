@@ -13,7 +13,8 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.mesh import FederationMesh
 from hf_fedshard.shards import local_shards
 from hf_fedshard.simulation import Simulation
-from tests.harness.outer_runs import NUM_GROUPS, NUM_STEPS, Run, adamw, double, full_state, make_mesh, single
+from tests.harness.models import full_state
+from tests.harness.outer_runs import NUM_GROUPS, NUM_STEPS, Run, adamw, double, make_mesh, single
 from tests.harness.pool import WorkerPool
 from tests.harness.wire_reference import LossyAverage, Tensors
 from tests.test_outer import CASES, reference_of
@@ -60,8 +61,7 @@ def run_one(mesh: FederationMesh, settings: dict[str, Any]) -> dict[str, Any]:
     averager.average = average  # type: ignore[method-assign]
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 1 and poisoned == mesh.group_index:
-            with torch.no_grad():
-                next(run.model.parameters()).to_local().fill_(float("nan"))
+            run.poison()
         metrics = run.train(step)
         if metrics is not None:
             found["borders"].append(full_state(run.model))

@@ -10,12 +10,9 @@ import torch
 import torch.distributed as dist
 
 from hf_fedshard.fragments import divide
-from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, refer, run_case, run_cases
+from tests.harness.overlap_reference import refer
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, nesterov, run_case, run_cases
 from tests.harness.pool import WorkerPool
-
-
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def server_adam(parameters: Any) -> torch.optim.Optimizer:

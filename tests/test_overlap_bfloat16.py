@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness.overlap_runs import OverlapRun, block_net, make_mesh
+from tests.harness.overlap_runs import OverlapRun, block_net, make_mesh, nesterov
 from tests.harness.pool import WorkerPool
-from tests.test_overlap import nesterov
 
 
 ULP = 2.0**-7

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.fragments import divide
-from tests.harness.outer_runs import full_state
-from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, refer, run_case
+from tests.harness.models import full_state
+from tests.harness.overlap_reference import refer
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh, nesterov, run_case
 from tests.harness.pool import WorkerPool
-from tests.test_overlap import nesterov
 
 
 IN_FOUR = {"sync_every": 4, "num_fragments": 4, "outer_optimizer": "nesterov"}
@@ -83,6 +83,34 @@ def counted(overlap_steps: int) -> dict[str, Any]:
 def test_each_fragment_steps_once_in_a_round(world4: WorkerPool) -> None:
     for rank in world4.run(counted, 3):
         assert {tuple(set(steps)) for steps in rank.values()} == {(3.0,)}
+
+
+def numbered(where: str) -> tuple[list[tuple[int, int]], list[Any], int, int]:
+    """Body: rounds of 4, 2 and 2 steps. Number and steps of each that is reported, what is sent, where the run stands at the end."""
+    run = OverlapRun(make_mesh(), sync_every="4x1,2x2,3", num_fragments=2, overlap_steps=2)
+    rounds, reported = run.rounds, []
+    for step in range(8):
+        reported.append(run.step(step))
+        if where == "after" and rounds.untouched:
+            reported.append(rounds.close().report())
+    reported.append(rounds.finish())
+    guard.detach(rounds)
+    found = [each for metrics in reported if metrics for each in (*metrics.earlier, metrics)]
+    return [(each.round, each.steps) for each in found], found, rounds.round, rounds.course.period
+
+
+@pytest.mark.parametrize("where", ["end", "after"])
+def test_a_border_right_after_a_round_is_no_round(world4: WorkerPool, where: str) -> None:
+    """The last fragment is in flight there: the border belongs to the round, which is reported once and with all that it sent."""
+    ranks = world4.run(numbered, where, limit_seconds=100)
+    for numbers, found, round, period in ranks:
+        assert numbers == [(1, 4), (2, 2), (3, 2)]
+        assert (round, period) == (3, 3)
+        # Of both ranks of a group, in float64, to one other group.
+        model = 8 * sum(param.numel() for param in block_net().parameters())
+        sent = [each.bytes_sent for each in found]
+        assert sent == ([2 * model] * 3 if where == "after" else [model, model, 2 * model])
+        assert all(loss > 0 for each in found for loss in each.losses)
 
 
 def finished_twice() -> Any:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from hf_fedshard import guard, overlapped_exchange
 from hf_fedshard.shards import persistent_buffers
-from tests.harness.outer_runs import full_state
+from tests.harness.delayed import Delayed
+from tests.harness.models import full_state
 from tests.harness.overlap_devices import Normed
-from tests.harness.overlap_runs import NUM_STEPS, Delayed, OverlapRun, block_net, draws, make_mesh
+from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, draws, make_mesh
 from tests.harness.pool import WorkerPool
 
 
@@ -202,8 +203,7 @@ def phases() -> Any:
 
 def test_synchronous_steps_begin_and_end_at_full_borders(world4: WorkerPool) -> None:
     from tests.harness.data import batches_by_step
-    from tests.harness.outer_runs import num_samples, sum_over
-    from tests.harness.overlap_runs import adamw
+    from tests.harness.outer_runs import adamw, num_samples, sum_over
     from tests.harness.reference import train_reference
 
     ranks = world4.run(phases)

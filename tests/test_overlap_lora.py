@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from hf_fedshard.fragments import divide, trained_sizes
-from tests.harness.overlap_runs import lora_net, make_mesh, refer, run_case
+from tests.harness.overlap_reference import refer
+from tests.harness.overlap_runs import lora_net, make_mesh, nesterov, run_case
 from tests.harness.pool import WorkerPool
 from tests.harness.wire_reference import ShardedLossyAverage
-from tests.test_overlap import assert_reference, nesterov
+from tests.test_overlap import assert_reference
 
 
 BUCKET = 1024

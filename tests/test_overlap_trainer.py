@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from hf_fedshard import FedAvgCallback
 from tests.harness.comparison import assert_matches, refer
+from tests.harness.delayed import Delayed
 from tests.harness.launch_env import fsdp_launch_env
-from tests.harness.overlap_runs import Delayed
 from tests.harness.pool import WorkerPool
 from tests.harness.timeline import Timeline
 from tests.harness.tiny_trainer import History, forget_meshes, tiny_trainer
@@ -137,6 +137,33 @@ def test_the_steps_send_what_they_send_anyway(world4: WorkerPool, tmp_path: Path
 def test_resumes_bit_for_bit(world4: WorkerPool, settings: dict[str, Any], tmp_path: Path) -> None:
     """Saved at a full border, with nothing in flight."""
     assert_resumes(world4, tmp_path, step=6, save_steps=6, **settings)
+
+
+def best(folder: str) -> tuple[str | None, list[int], list[int]]:
+    forget_meshes()
+    history = History()
+    settings = {"sync_every": 3, "overlap_steps": 2, "num_fragments": 2, "outer_optimizer": "nesterov"}
+    callback = FedAvgCallback(num_groups=2, wire_format="int8", **settings)
+    schedule = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    trainer = tiny_trainer(
+        folder,
+        federated=False,
+        before=(callback,),
+        after=(history,),
+        eval_samples=4,
+        max_steps=9,
+        load_best_model_at_end=True,
+        **schedule,
+    )
+    trainer.train()
+    return trainer.state.best_model_checkpoint, history.evaluated, history.saved
+
+
+@pytest.mark.slow
+def test_evaluated_saved_and_the_best_loaded(world4: WorkerPool, tmp_path: Path) -> None:
+    for checkpoint, evaluated, saved in world4.run(best, str(tmp_path), env=FL_FSDP):
+        assert evaluated == saved == [6, 9]
+        assert checkpoint is not None and Path(checkpoint).parent == tmp_path
 
 
 def preempted(folder: str) -> None:

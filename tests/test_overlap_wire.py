@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hf_fedshard.fragments import divide
-from tests.harness.overlap_runs import block_net, make_mesh, refer, run_case, run_cases
+from tests.harness.overlap_reference import refer
+from tests.harness.overlap_runs import block_net, make_mesh, nesterov, run_case, run_cases
 from tests.harness.pool import WorkerPool
 from tests.harness.wire_reference import ShardedLossyAverage
-from tests.test_overlap import assert_reference, nesterov
+from tests.test_overlap import assert_reference
 
 
 BUCKET = 1024

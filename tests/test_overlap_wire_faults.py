@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_fedshard import guard
 from hf_fedshard.residual_checkpoint import take_residuals
 from tests.harness.checkpoint_runs import differences
-from tests.harness.outer_runs import full_state
+from tests.harness.models import full_state
 from tests.harness.overlap_runs import NUM_STEPS, OverlapRun, block_net, make_mesh
 from tests.harness.pool import WorkerPool
 from tests.test_checkpoint_accelerate import Loop

@@ -12,7 +12,7 @@ from torch import nn
 from hf_fedshard.proximal import ProximalTerm
 from tests.harness.outer_runs import Run, assert_matches, double, make_mesh, refer, run_cases
 from tests.harness.pool import WorkerPool
-from tests.harness.reference import State
+from tests.harness.reference_groups import State
 from tests.test_outer import reference_of
 
 

@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader
 
 from tests.harness.comparison import largest
 from tests.harness.data import Batch, ListDataset, batches_by_step, collate, token_samples
+from tests.harness.delayed import Delayed
 from tests.harness.launch_env import fsdp_launch_env
-from tests.harness.models import tiny_llama
-from tests.harness.overlap_runs import Delayed
+from tests.harness.models import full_state, tiny_llama
 from tests.harness.pool import WorkerPool
 from tests.harness.reference import train_reference
-from tests.harness.trainer_runs import full_state
 
 
 SYNC_EVERY = 2

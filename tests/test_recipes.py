@@ -31,9 +31,16 @@ TRAINER = [
 
 
 def _run(
-    world: WorkerPool, folder: Path, name: str, *words: str, wrap: str | None = None, record: bool = False
+    world: WorkerPool,
+    folder: Path,
+    name: str,
+    *words: str,
+    wrap: str | None = None,
+    record: bool = False,
+    variables: dict[str, str] | None = None,
 ) -> Any:
     env = launch_env(ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml") | {"ACCELERATE_USE_CPU": "true"}
+    env |= variables or {}
     if wrap is not None:
         env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = wrap
     results = world.run(run_recipe, name, list(words), str(folder), record=record, env=env, init_group=False)
@@ -176,8 +183,19 @@ def test_an_epoch_of_parts(world4: WorkerPool, tmp_path: Path) -> None:
     assert all("holds data for 3 groups, but the federation has num_groups=2" in error.message for error in errors)
 
 
-@pytest.mark.slow
-def test_loop_without_trainer(world4: WorkerPool, tmp_path: Path) -> None:
+WHOLE = {"FEDSHARD_OVERLAP_STEPS": "3", "FEDSHARD_WIRE_FORMAT": "int8"}
+FRAGMENTS = WHOLE | {"FEDSHARD_NUM_FRAGMENTS": "3", "FEDSHARD_OUTER_OPTIMIZER": "nesterov"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        pytest.param({}, ["checkpoint_1", "checkpoint_2"], id="blocking", marks=pytest.mark.slow),
+        pytest.param(WHOLE, ["checkpoint_1"], id="beside the steps", marks=pytest.mark.slow),
+        pytest.param(FRAGMENTS, ["checkpoint_1", "checkpoint_2"], id="in fragments", marks=pytest.mark.slow),
+    ],
+)
+def test_loop_without_trainer(world4: WorkerPool, tmp_path: Path, variables: dict[str, str], names: list[str]) -> None:
     """An epoch and a half, accumulated; a resumed run ends where the uninterrupted one does."""
     from safetensors.torch import load_file
 
@@ -188,7 +206,8 @@ def test_loop_without_trainer(world4: WorkerPool, tmp_path: Path) -> None:
     words += ["--max_train_steps", "14", "--sync_every", "4", "--checkpointing_rounds", "1"]
 
     def run(*more: str) -> Any:
-        return _run(world4, tmp_path, "pretrain_clm_no_trainer", *words, "--output_dir", "out", *more)
+        name = "pretrain_clm_no_trainer"
+        return _run(world4, tmp_path, name, *words, "--output_dir", "out", *more, variables=variables)
 
     whole = run()
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -196,10 +215,27 @@ def test_loop_without_trainer(world4: WorkerPool, tmp_path: Path) -> None:
     assert checkpoints == ["checkpoint_1", "checkpoint_2"]
     (tmp_path / "out").rename(tmp_path / "whole")
     # In the first epoch, of 9 steps, and in the second one.
-    for name in checkpoints:
+    for name in names:
         assert run("--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoints" / name)) == whole
         for key, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
             assert torch.equal(tensor, weights[key]), f"{key} from {name}"
         shutil.rmtree(tmp_path / "out")
-    synchronous = run("--no_federated", "--checkpointing_rounds", "0")
-    assert synchronous["eval_num_tokens"] == whole["eval_num_tokens"]
+    if not variables:
+        synchronous = run("--no_federated", "--checkpointing_rounds", "0")
+        assert synchronous["eval_num_tokens"] == whole["eval_num_tokens"]
+
+
+def test_loop_without_trainer_saves_between_averagings(world4: WorkerPool, tmp_path: Path) -> None:
+    """With averagings in flight at the end of each round, every second round is saved, and no border is made elsewhere."""
+    from hf_fedshard.checkpoint_layout import read_description
+
+    _corpus(tmp_path)
+    words = ["--preset", "demo", "--train_tokenizer", "--vocab_size", "300", "--train_file", "corpus.jsonl"]
+    words += ["--block_size", "32", "--use_cpu", "--per_device_train_batch_size", "1", "--max_train_steps", "9"]
+    words += ["--sync_every", "2", "--checkpointing_rounds", "2", "--output_dir", "out"]
+    env = launch_env(ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml") | {"ACCELERATE_USE_CPU": "true"}
+    env |= FRAGMENTS | {"FEDSHARD_OVERLAP_STEPS": "2", "FEDSHARD_NUM_FRAGMENTS": "2"}
+    world4.run(run_recipe, "pretrain_clm_no_trainer", words, str(tmp_path), env=env, init_group=False)
+    folders = sorted((tmp_path / "out" / "checkpoints").iterdir())
+    saved = [read_description(folder)["progress"] for folder in folders]
+    assert [(progress["round"], progress["steps"]) for progress in saved] == [(2, 4), (4, 8)]

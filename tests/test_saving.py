@@ -12,10 +12,9 @@ from transformers import TrainerCallback
 
 from hf_fedshard import Rounds, export_checkpoint
 from tests.harness.launch_env import fsdp_launch_env
-from tests.harness.models import add_lora, tiny_llama
+from tests.harness.models import add_lora, full_state, tiny_llama
 from tests.harness.pool import WorkerPool
 from tests.harness.tiny_trainer import forget_meshes, tiny_trainer
-from tests.harness.trainer_runs import full_state
 
 
 State = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.selection import Selection, matches, parse_patterns, plain_name
 from tests.harness.outer_runs import GROUP_SIZE, NUM_STEPS, SYNC_EVERY, double, draws, make_mesh, refer, run_case
 from tests.harness.pool import WorkerPool
-from tests.harness.reference import State
+from tests.harness.reference_groups import State
 from tests.test_outer import reference_of
 
 

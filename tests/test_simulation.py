@@ -17,17 +17,8 @@ from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.simulation import Simulation
 from tests.harness.data import Batch, collate, feature_samples
-from tests.harness.models import tiny_batchnorm
-from tests.harness.outer_runs import (
-    adamw,
-    adapted,
-    double,
-    full_state,
-    num_samples,
-    num_tokens,
-    single,
-    sum_over,
-)
+from tests.harness.models import full_state, tiny_batchnorm
+from tests.harness.outer_runs import adamw, adapted, double, num_samples, num_tokens, single, sum_over
 from tests.harness.pool import WorkerPool
 
 

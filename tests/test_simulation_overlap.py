@@ -17,9 +17,9 @@ from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.simulation import Simulation
 from tests.harness.data import collate, feature_samples
-from tests.harness.models import tiny_batchnorm
-from tests.harness.outer_runs import full_state, num_samples, sum_over
-from tests.harness.overlap_runs import NUM_GROUPS, NUM_STEPS, adamw, block_net, draws, run_cases
+from tests.harness.models import full_state, tiny_batchnorm
+from tests.harness.outer_runs import adamw, num_samples, sum_over
+from tests.harness.overlap_runs import NUM_GROUPS, NUM_STEPS, block_net, draws, run_cases
 from tests.harness.pool import WorkerPool
 from tests.test_overlap import CASES as SETTINGS
 

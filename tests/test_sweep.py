@@ -12,10 +12,13 @@ import pytest
 import torch
 import yaml
 
+from sweep_data import StudyData, batches, prepare
 from sweep_outer import StudyArguments, SweepArguments, parse_arguments, run_study, still_to_run
-from sweep_report import MARKER, best_synchronous, fill, front, merge_seeds
-from sweep_settings import Result, Setting, append_result, describe, make_setting, read_results, read_study
-from sweep_training import Run, StudyData, batches, prepare
+from sweep_report import MARKER, fill
+from sweep_results import Result, append_result, read_results
+from sweep_rows import best_synchronous, front, merge_seeds
+from sweep_settings import Setting, describe, make_setting, read_study
+from sweep_training import Run
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,19 +28,14 @@ def _preferences(number: int) -> list[dict[str, str]]:
     return [{"prompt": prompt, "chosen": " " + good, "rejected": " " + bad} for prompt, good, bad in rows]
 
 
-def _run(folder: str, kind: str, model_folder: str) -> dict[str, Any]:
-    """Trains with the callback and keeps what each rank was trained on, and the model ahead of each step."""
+def _make_trainer(folder: str, kind: str, model_folder: str) -> Any:
+    """A trainer of TRL with the callback."""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_fedshard import FedAvgCallback, cpu
-    from tests.harness.timeline import Timeline
-    from tests.harness.tiny_trainer import forget_meshes
-    from tests.harness.trainer_runs import full_state
+    from hf_fedshard import FedAvgCallback
 
-    forget_meshes()
-    cpu.install()
     shared: dict[str, Any] = {
         "output_dir": folder,
         "use_cpu": True,
@@ -66,13 +61,25 @@ def _run(folder: str, kind: str, model_folder: str) -> dict[str, Any]:
     else:
         trainer_class, args = trl.DPOTrainer, trl.DPOConfig(beta=BETA, **shared)
         data = Dataset.from_list(_preferences(64))
-    trainer = trainer_class(
+    return trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model_folder),
         args=args,
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(model_folder),
         callbacks=[FedAvgCallback(num_groups=2, sync_every=SYNC_EVERY)],
     )
+
+
+def _run(folder: str, kind: str, model_folder: str) -> dict[str, Any]:
+    """Trains and keeps what each rank was trained on, and the model ahead of each step."""
+    from hf_fedshard import cpu
+    from tests.harness.models import full_state
+    from tests.harness.timeline import Timeline
+    from tests.harness.tiny_trainer import forget_meshes
+
+    forget_meshes()
+    cpu.install()
+    trainer = _make_trainer(folder, kind, model_folder)
     batches: list[dict[str, torch.Tensor]] = []
     states: list[dict[str, torch.Tensor]] = []
     stock = trainer.training_step

@@ -10,7 +10,8 @@ import torch
 
 from hf_fedshard.config import FederationConfig
 from hf_fedshard.simulation import Simulation
-from tests.harness.overlap_runs import adamw, block_net
+from tests.harness.outer_runs import adamw
+from tests.harness.overlap_runs import block_net
 
 
 def started(num_groups: int, **settings: Any) -> Simulation:

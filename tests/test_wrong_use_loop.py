@@ -146,6 +146,27 @@ def test_ignored_modules(world4: WorkerPool) -> None:
     check(errors, "ValueError", "1 trainable", "model.norm.weight", "ignored_modules")
 
 
+def _shared_layers() -> None:
+    model = tiny_llama()
+    first, second = model.model.layers[:2]
+    second.mlp = first.mlp
+    Loop(model=model).step()
+
+
+def test_layers_that_share_a_module(world4: WorkerPool) -> None:
+    """Refused where each is sharded by itself, and trained where the model is sharded as one, or the shared module as well."""
+    errors = world4.run_failing(_shared_layers, env=HSDP, init_group=False)
+    names = [
+        "model.layers.0 and model.layers.1",
+        "model.layers.0.mlp.gate_proj.weight",
+        "LlamaDecoderLayer",
+        "NO_WRAP",
+    ]
+    check(errors, "ValueError", *names)
+    for wrapped in (None, "LlamaDecoderLayer,LlamaMLP"):
+        world4.run(_shared_layers, env=fsdp_launch_env(2, 2, wrap_cls=wrapped), init_group=False)
+
+
 def _frozen_ignored_modules() -> None:
     model = tiny_llama()
     model.model.norm.requires_grad_(False)

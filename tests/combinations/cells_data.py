@@ -51,10 +51,6 @@ def table() -> Any:
     return Dataset.from_list(token_samples(240))
 
 
-def few_samples() -> Any:
-    return ListDataset(token_samples(32))
-
-
 class OwnLoader(Trainer):
     """Builds its loader by itself, as in Transformers' documentation."""
 

@@ -8,22 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, _redistribute
-from transformers import Trainer, TrainingArguments
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
-from hf_fedshard import FedAvgCallback, FederationConfig, guard
+from hf_fedshard import FedAvgCallback, FederationConfig
 
 from .data import BatchRecorder, ListDataset, collate, feature_samples, token_samples
 from .models import add_lora, tiny_batchnorm, tiny_llama
-
-
-def forget_meshes() -> None:
-    """To be called first by a body: the process has run others, whose process groups are gone."""
-    guard.reset()
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
+from .tiny_trainer import forget_meshes, tiny_arguments
 
 
 def make_model(kind: str, seed: int = 0) -> nn.Module:
@@ -102,14 +94,6 @@ def make_trainer(
         `Trainer`: 10 steps in epochs of 6, saved every 4.
     """
     defaults: dict[str, Any] = {
-        "output_dir": folder,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "learning_rate": 1e-2,
-        "logging_strategy": "no",
         "save_strategy": "steps",
         "save_steps": 4,
         "max_steps": 10,
@@ -120,7 +104,7 @@ def make_trainer(
     samples = feature_samples(24) if kind == "batchnorm" else token_samples(24)
     return trainer_class(
         model=make_model(kind, seed),
-        args=TrainingArguments(**{**defaults, **changes}),
+        args=tiny_arguments(folder, **{**defaults, **changes}),
         train_dataset=ListDataset(samples) if data is None else data,
         eval_dataset=ListDataset(samples[:8]),
         data_collator=collate,

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from .data import batches_by_step
-from .reference import ReferenceResult, State, train_reference
+from .reference import ReferenceResult, train_reference
+from .reference_groups import State
 from .trainer_runs import LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, make_model
 
 

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from hf_fedshard.shards import reshard
 
 
 VOCAB_SIZE = 96
@@ -182,3 +185,20 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """
+    Args:
+        model (`torch.nn.Module`):
+            A sharded model.
+
+    Returns:
+        `dict[str, torch.Tensor]`: Parameters as this rank's replica holds them, and this rank's persistent buffers.
+    """
+    reshard(model)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in named.items()
+    }

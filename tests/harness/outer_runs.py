@@ -16,11 +16,11 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import FederationMesh, build_federation_mesh
 from hf_fedshard.rounds import Rounds
-from hf_fedshard.shards import reshard
 
 from .data import Batch, batches_by_step, collate, feature_samples
-from .models import NUM_CLASSES, NUM_FEATURES
-from .reference import ReferenceResult, State, train_reference
+from .models import NUM_CLASSES, NUM_FEATURES, full_state
+from .reference import ReferenceResult, train_reference
+from .reference_groups import State
 
 
 NUM_GROUPS, NUM_RANKS = 2, 8
@@ -108,12 +108,6 @@ def sum_over(model: nn.Module, batch: Batch, num_items: float) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, batch["labels"], reduction="sum") / num_items
 
 
-def full_state(model: nn.Module) -> State:
-    reshard(model)
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named.items()}
-
-
 def dtypes_of(tensors: State) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in tensors.items()}
 
@@ -159,6 +153,11 @@ class Run:
         self.optimizer.zero_grad()
         return self.rounds.step(loss.detach() * GROUP_SIZE, tokens=num_tokens(batch), samples=num_samples(batch))
 
+    @torch.no_grad()
+    def poison(self) -> None:
+        """One of this rank's shards is not finite from here on."""
+        next(self.model.parameters()).to_local().fill_(float("nan"))
+
 
 def moments_of(run: Run) -> State:
     """The inner optimizer's moments, whole."""
@@ -178,8 +177,7 @@ def run_case(mesh: FederationMesh, settings: dict[str, Any], make: Callable[[], 
     found: dict[str, Any] = {"borders": [], "metrics": []}
     for step in range(NUM_STEPS):
         if step == 1 and poisoned == mesh.group_index:
-            with torch.no_grad():
-                next(run.model.parameters()).to_local().fill_(float("nan"))
+            run.poison()
         metrics = run.train(step)
         if metrics is not None:
             found["borders"].append(full_state(run.model))

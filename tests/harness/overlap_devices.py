@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_fedshard import guard
 from hf_fedshard.fragments import divide
-from hf_fedshard.layout import FederationLayout
-from hf_fedshard.mesh import FederationMesh, build_federation_mesh
+from hf_fedshard.mesh import FederationMesh
 from hf_fedshard.shards import persistent_buffers
 
 from .models import NUM_CLASSES, NUM_FEATURES
-from .overlap_runs import NUM_GROUPS, OverlapRun, block_net, refer, run_case
-from .reference import State
+from .overlap_reference import refer
+from .overlap_runs import OverlapRun, block_net, make_mesh, nesterov, run_case
+from .reference_groups import State
 from .wire_reference import ShardedLossyAverage
 
 
@@ -74,10 +73,6 @@ class Case:
             if lossy
             else None,
         )
-
-
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 NESTEROV: dict[str, Any] = {"outer_optimizer": "nesterov"}
@@ -157,14 +152,6 @@ def held_up(mesh: FederationMesh, whom: str) -> Iterator[None]:
         yield
 
 
-def make_mesh(device: str, num_replicas: int, slow_backend: str | None) -> FederationMesh:
-    size = dist.get_world_size() // NUM_GROUPS
-    layout = FederationLayout(NUM_GROUPS, num_replicas, {"dp_shard": size // num_replicas})
-    mesh = build_federation_mesh(device, layout, True, slow_backend)
-    guard.watch(mesh)
-    return mesh
-
-
 def check_cases(device: str, slow_backend: str | None, names: Collection[str] = tuple(CASES)) -> dict[str, float]:
     """
     Body of four ranks: each case is the reference, and the same bits whoever is late.
@@ -185,7 +172,7 @@ def check_cases(device: str, slow_backend: str | None, names: Collection[str] = 
     for name in names:
         case = CASES[name]
         if case.num_replicas not in meshes:
-            meshes[case.num_replicas] = make_mesh(device, case.num_replicas, slow_backend)
+            meshes[case.num_replicas] = make_mesh(True, slow_backend, device, case.num_replicas)
         mesh = meshes[case.num_replicas]
         runs = []
         for whom in HELD_UP:
@@ -217,7 +204,7 @@ def check_buffers(device: str, slow_backend: str | None) -> None:
         slow_backend (`str`, *optional*):
             See [`check_cases`].
     """
-    mesh = make_mesh(device, 1, slow_backend)
+    mesh = make_mesh(True, slow_backend, device, 1)
     for whom in HELD_UP:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -14,8 +14,9 @@ from transformers import TrainerCallback
 
 from hf_fedshard import TrainingPreempted
 
-from .checkpoint_runs import forget_meshes, make_trainer, state_of
+from .checkpoint_runs import make_trainer, state_of
 from .data import BatchRecorder
+from .tiny_trainer import forget_meshes
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 40.0) -> None:

@@ -5,7 +5,6 @@ has to reproduce. It follows the algorithm literally and shares no code with the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +12,7 @@ import torch
 from torch import nn
 
 from .data import IGNORED_LABEL, Batch
-
-
-State = dict[str, torch.Tensor]
+from .reference_groups import State, average_moments, clone, make_groups, take, trainable, weighted_average
 
 
 @dataclass
@@ -110,69 +107,47 @@ def train_reference(
     """
     loss = loss or causal_lm_loss
     count = count or num_label_tokens
-    num_groups, num_ranks = len(batches[0]), len(batches[0][0])
-    models = [model_factory()]
-    models += [copy.deepcopy(models[0]) for _ in range(num_groups - 1)]
-    optimizers = [optimizer_factory([p for p in model.parameters() if p.requires_grad]) for model in models]
-    # Parameters belong to a group, buffers to a rank: nothing inside a group keeps those of its ranks equal.
-    buffers = [[_clone(dict(model.named_buffers())) for _ in range(num_ranks)] for model in models]
+    groups = make_groups(model_factory, optimizer_factory, len(batches[0]), len(batches[0][0]))
+    models, optimizers = [group.model for group in groups], [group.optimizer for group in groups]
     result = ReferenceResult(models=models, optimizers=optimizers)
-    anchor = _clone(_trainable(models[0]))
-    seen = [0] * num_groups
+    anchor = clone(trainable(models[0]))
+    seen = [0] * len(groups)
 
     for step, step_batches in enumerate(batches):
         if synchronous(step):
             # Every group computes the same step, of the ranks of all groups.
             if step and not synchronous(step - 1):
-                _average_moments(optimizers)
-            step_batches = [[rank for group in step_batches for rank in group]] * num_groups
+                average_moments(optimizers)
+            step_batches = [[rank for group in step_batches for rank in group]] * len(groups)
         losses, norms, items = [], [], []
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            for param_group in optimizer.param_groups if learning_rate else ():
-                param_group["lr"] = learning_rate(step)  # type: ignore[misc]
-            num_items = sum(count(batch) for rank in step_batches[group] for batch in rank)
-            model.train()
-            total = 0.0
-            for rank, micro_batches in enumerate(step_batches[group]):
-                _load(dict(model.named_buffers()), buffers[group][rank % num_ranks])
-                for batch in micro_batches:
-                    value = loss(model, batch, num_items)
-                    value.backward()
-                    total += value.item()
-                buffers[group][rank % num_ranks] = _clone(dict(model.named_buffers()))
-            limit = float("inf") if max_grad_norm is None else max_grad_norm
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        for group, group_batches in zip(groups, step_batches, strict=True):
+            if learning_rate:
+                group.set_learning_rate(learning_rate(step))
+            items.append(sum(count(batch) for rank in group_batches for batch in rank))
+            losses.append(group.backward(group_batches, loss, items[-1]))
+            norms.append(group.clip(max_grad_norm))
             if before_step:
-                before_step(model, anchor)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(total)
-            items.append(num_items)
-            seen[group] += num_items
+                before_step(group.model, anchor)
+            group.step()
         result.losses.append(losses)
         result.grad_norms.append(norms)
         result.num_items.append(items)
+        seen = [before + new for before, new in zip(seen, items, strict=True)]
         after_step(step + 1, models)
 
         due = (step + 1) % sync_every == 0 if isinstance(sync_every, int) else step + 1 in sync_every
         if due or step + 1 == len(batches):
             number = len(result.borders)
-            shares = weights(number, seen) if weights else [1.0 / num_groups] * num_groups
-            average = weighted_average([_trainable(model) for model in models], shares)
+            shares = weights(number, seen) if weights else [1.0 / len(groups)] * len(groups)
+            average = weighted_average([trainable(model) for model in models], shares)
             average = {name: tensor for name, tensor in average.items() if not is_local(name)}
             anchor = outer(anchor, average, number) if outer else average
-            flat = [rank for group in buffers for rank in group]
-            mean_buffers = weighted_average(flat, [1.0 / len(flat)] * len(flat))
-            for group, model in enumerate(models):
-                _load(_trainable(model), anchor)
-                for rank in range(num_ranks):
-                    _load(buffers[group][rank], mean_buffers)
-                _load(dict(model.named_buffers()), buffers[group][0])
+            take(groups, anchor)
             if at_border:
                 at_border(models, optimizers, shares)
-            seen = [0] * num_groups
+            seen = [0] * len(groups)
             result.borders.append(step + 1)
-            result.border_states.append(_clone(models[0].state_dict()))
+            result.border_states.append(clone(models[0].state_dict()))
 
     result.state = result.border_states[-1]
     return result
@@ -213,50 +188,3 @@ def num_label_tokens(batch: Batch) -> int:
         `int`: Predicted tokens; the first label of a sequence predicts nothing.
     """
     return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
-
-
-def weighted_average(states: Sequence[State], weights: Sequence[float]) -> State:
-    """
-    The weighted sum of states, in fp32, or in fp64 for double tensors.
-
-    Args:
-        states (`Sequence[dict[str, torch.Tensor]]`):
-            States with the same keys.
-        weights (`Sequence[float]`):
-            One weight per state.
-
-    Returns:
-        `dict[str, torch.Tensor]`: The average of the floating-point entries, in the precision of the sum.
-    """
-    average: State = {}
-    for name, first in states[0].items():
-        if first.is_floating_point():
-            dtype = torch.promote_types(first.dtype, torch.float32)
-            average[name] = sum(  # type: ignore[assignment]
-                state[name].detach().to(dtype) * weight for state, weight in zip(states, weights, strict=True)
-            )
-    return average
-
-
-@torch.no_grad()
-def _average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for states in zip(*(list(optimizer.state.values()) for optimizer in optimizers), strict=True):
-        for name, value in states[0].items():
-            if value.ndim:
-                mean = sum(state[name] for state in states) / len(states)
-                for state in states:
-                    state[name].copy_(mean)
-
-
-def _trainable(model: nn.Module) -> State:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _clone(state: State) -> State:
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
-@torch.no_grad()
-def _load(target: State, source: State) -> None:
-    for name in target.keys() & source.keys():
-        target[name].copy_(source[name])

@@ -7,22 +7,29 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
 from hf_fedshard import Rounds, cpu
-from hf_fedshard.shards import reshard
 
 from .data import IGNORED_LABEL, Batch, ListDataset, collate, feature_samples, token_samples
-from .models import add_lora, tiny_batchnorm, tiny_llama
+from .models import add_lora, full_state, tiny_batchnorm, tiny_llama
+from .reference_groups import State
 from .tiny_trainer import tiny_arguments
 
 
-State = dict[str, torch.Tensor]
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 0.2
 NUM_STEPS = 20
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": NUM_STEPS,
+    "learning_rate": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+    "max_grad_norm": MAX_GRAD_NORM,
+    "optim": "adamw_torch",
+}
 
 
 def make_model(kind: str) -> nn.Module:
@@ -101,6 +108,21 @@ class RecordingTrainer(Trainer):
         self.add_callback(Borders())
         self.model.register_forward_pre_hook(self._note_count, with_kwargs=True)
 
+    def train_recorded(self) -> dict[str, Any]:
+        """Trains; `state`, `borders`, `batches`, `counts` and `log`."""
+        self.record()
+        try:
+            self.train()
+        finally:
+            mock.patch.stopall()
+        return {
+            "state": full_state(self.model),
+            "borders": self.borders,
+            "batches": self.batches,
+            "counts": self.counts,
+            "log": self.state.log_history,
+        }
+
     def _note_count(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if model.training:
             self.counts.append(kwargs.get("num_items_in_batch"))
@@ -108,23 +130,6 @@ class RecordingTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         self.batches.append({key: value.clone() for key, value in inputs.items()})
         return super().training_step(model, inputs, num_items_in_batch)
-
-
-def full_state(model: nn.Module) -> State:
-    """
-    Args:
-        model (`torch.nn.Module`):
-            A sharded model.
-
-    Returns:
-        `dict[str, torch.Tensor]`: Parameters as this rank's replica holds them, and this rank's persistent buffers.
-    """
-    reshard(model)
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-        for name, tensor in named.items()
-    }
 
 
 def train(
@@ -172,7 +177,7 @@ def train(
             Arguments of `TrainingArguments`.
 
     Returns:
-        `dict[str, Any]`: `state`, `borders`, `batches`, `counts` and `log`.
+        `dict[str, Any]`: Of [`~RecordingTrainer.train_recorded`].
     """
     from hf_fedshard import FedAvgCallback
 
@@ -180,33 +185,13 @@ def train(
     if pooled:
         cpu.install()  # the plain run too needs FSDP2 on CPU
         callback = FedAvgCallback(num_groups=num_groups, sync_every=sync_every, **(settings or {}))
-    defaults: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": NUM_STEPS,
-        "learning_rate": LEARNING_RATE,
-        "weight_decay": WEIGHT_DECAY,
-        "max_grad_norm": MAX_GRAD_NORM,
-        "optim": "adamw_torch",
-    }
     samples = feature_samples(400) if kind == "batchnorm" else token_samples(700, length, uneven)
     trainer = RecordingTrainer(
         model=make_model(kind),
-        args=tiny_arguments(folder, **{**defaults, **changes}),
+        args=tiny_arguments(folder, **{**ARGUMENTS, **changes}),
         train_dataset=ListDataset(samples) if data is None else data,
         data_collator=collate,
         compute_loss_func=native_loss if native else None,
         callbacks=[callback] if federated else [],
     )
-    trainer.record()
-    try:
-        trainer.train()
-    finally:
-        mock.patch.stopall()
-    return {
-        "state": full_state(trainer.model),
-        "borders": trainer.borders,
-        "batches": trainer.batches,
-        "counts": trainer.counts,
-        "log": trainer.state.log_history,
-    }
+    return trainer.train_recorded()

@@ -1,0 +1,149 @@
+"""One optimizer state for all groups, where synchronous steps follow on rounds: the groups' moments are brought together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .collectives import all_reduce
+from .counters import counters_of, exchange_counts, settle_counters
+from .exchange import run_exchange
+from .exchange_plan import plan_exchange
+from .initial import hold_the_same_bits
+from .mesh import Peers
+from .metrics import exchange_rows
+from .moments import reset_moments
+from .shards import all_finite
+
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def unify_moments(
+    optimizers: Sequence[torch.optim.Optimizer], mesh: Peers, bucket_size_bytes: int
+) -> tuple[int, bool]:
+    """
+    Brings the groups' optimizer moments together, so that equal gradients give equal updates. Collective over the world, at
+    a border.
+
+    Order on every rank: the small exchange of what each holds, the comparison of bits, and if they differ the exchange of
+    the step counters and that of the moments. What is done depends on exchanged values alone.
+
+    Args:
+        optimizers (`Sequence[torch.optim.Optimizer]`):
+            The inner optimizers.
+        mesh ([`Peers`]):
+            The federation.
+        bucket_size_bytes (`int`):
+            Upper bound of an exchange buffer.
+
+    Returns:
+        `tuple[int, bool]`: Bytes that this rank has sent to other groups, and whether the moments had to be dropped, since
+        some groups have none after a fault, or quantised ones, or no group's are finite. Groups whose moments are not
+        finite take the average of the others'.
+    """
+    held = _held_by(optimizers)
+    rows, _ = exchange_rows(held.row(), mesh)
+    alike = all(len(set(rows[name])) == 1 for name in ("moments", "elements"))
+    equal = hold_the_same_bits([held.moments, held.numbers], mesh) if alike else False
+    bad = [bool(count) for count in rows["not_finite"]]
+    if equal and not any(bad):
+        return 0, False
+    why = ""
+    if any(rows["quantised"]):
+        why = "they are quantised"
+    elif not alike:
+        why = "a group has lost its own"
+    elif all(bad):
+        why = "no group's are finite"
+    if why:
+        _drop(optimizers, why, mesh)
+        return 0, True
+    return _average(optimizers, held, bad, mesh, bucket_size_bytes), False
+
+
+@dataclass
+class _Held:
+    """
+    The tensors in the state of this rank's optimizers, by `<optimizer>/<parameter>/<name>`.
+
+    Args:
+        moments (`dict[str, torch.Tensor]`):
+            This rank's shards of them, aliasing the state.
+        numbers (`dict[str, torch.Tensor]`):
+            Single numbers: step counters and the like.
+        quantised (`bool`):
+            Whether there are moments that cannot be averaged.
+    """
+
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    quantised: bool = False
+
+    def row(self) -> Mapping[str, float]:
+        return {
+            "moments": float(len(self.moments)),
+            "quantised": float(self.quantised),
+            "elements": float(sum(local.numel() for local in self.moments.values())),
+            "not_finite": float(not all_finite(self.moments.values())),
+        }
+
+
+def _held_by(optimizers: Sequence[torch.optim.Optimizer]) -> _Held:
+    held = _Held()
+    for index, optimizer in enumerate(optimizers):
+        for place, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+            for name, value in optimizer.state.get(param, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                local = value.to_local() if isinstance(value, DTensor) else value
+                if value.ndim and not (local.is_floating_point() and type(local.detach()) is torch.Tensor):
+                    held.quantised = True
+                target = held.moments if value.ndim else held.numbers
+                target[f"{index}/{place}/{name}"] = local
+    return held
+
+
+def _drop(optimizers: Sequence[torch.optim.Optimizer], why: str, mesh: Peers) -> None:
+    for optimizer in optimizers:
+        reset_moments(optimizer)
+    if mesh.is_main:
+        logger.warning(
+            "The optimizer moments of the groups cannot be averaged before the synchronous steps at the end (%s): all "
+            "groups begin them with fresh moments.",
+            why,
+        )
+
+
+def _average(
+    optimizers: Sequence[torch.optim.Optimizer], held: _Held, bad: Sequence[bool], mesh: Peers, bucket_size_bytes: int
+) -> int:
+    """
+    The bytes that this rank has sent. Collective over the world: the counters, the moments, then one single number after the
+    other, which are the same on all ranks, as the moments are.
+    """
+    steps = counters_of(optimizers)
+    counts = exchange_counts(steps, mesh)
+    plan = plan_exchange(held.moments, mesh, bucket_size_bytes)
+    weights = [float(not group) for group in bad]
+    if any(bad) and dist.get_rank() == 0:
+        logger.warning(
+            "The optimizer moments of federation group %s are not finite. It takes the average of the others' for the "
+            "synchronous steps at the end.",
+            ", ".join(str(group) for group, found in enumerate(bad) if found),
+        )
+    run_exchange(plan, held.moments, mesh.device, weights[mesh.group_index], sum(weights))
+    # Counters that differ, after a fault say: the largest, as when groups are merged. Other single numbers likewise.
+    settle_counters(steps, counts, weights)
+    for number in held.numbers.values():
+        largest = number.to(mesh.device, copy=True)
+        for group in (mesh.fed, mesh.group):
+            all_reduce(largest, group, "max")
+        number.copy_(largest)
+    return plan.slow_bytes()
