@@ -117,8 +117,14 @@ def trainers_in_a_row(folder: str, made_together: bool, same_arguments: bool) ->
     }
 
 
-@pytest.mark.parametrize("same_arguments", [False, True])
-@pytest.mark.parametrize("made_together", [False, True])
+@pytest.mark.parametrize(
+    ("made_together", "same_arguments"),
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, False), (False, True))),
+    ],
+)
 def test_trainers_in_a_row(world4: WorkerPool, tmp_path: Path, made_together: bool, same_arguments: bool) -> None:
     for found in run(world4, trainers_in_a_row, str(tmp_path), made_together, same_arguments):
         assert found == {

@@ -92,7 +92,7 @@ def tensor_parallel_llama() -> nn.Module:
 
 
 SHARDING_CELLS = [
-    Cell("plain", "`reshard_after_forward: true` (ZeRO-3)", check=layers_are_wrapped, fast=True),
+    Cell("plain", "`reshard_after_forward: true` (ZeRO-3)", check=layers_are_wrapped),
     Cell(
         "reshard_after_forward off",
         "`fsdp_reshard_after_forward: false` (ZeRO-2)",
