@@ -120,5 +120,7 @@ class AdvancingRounds(RoundCounter):
         borders = []
         while overlap.in_flight:
             borders.append(self._take_in(untouched))
+        # What was in flight is the model, but says nothing of anchors that differ: an ordinary border makes them one.
+        is_border = is_border and not overlap.anchors_differ
         beside = overlap.begin_anew()
         return [border for border in borders if border is not None], is_border, beside
