@@ -159,9 +159,9 @@ def test_outer_state_is_in_pinned_host_memory(name: str) -> None:
             means = outer.means(shards)
             for mean in means.values():
                 mean.add_(0.1 * (number + 1))
-            outer.step(
-                means, shards, outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) ** 0.5
-            )
+            dtypes = dtypes_of(shards)
+            norm = outer.form_pseudo_gradients(means, dtypes, dict.fromkeys(shards, 1)) ** 0.5
+            outer.step(means, shards, dtypes, norm)
         assert outer.optimizer is not None
         held = [*outer.anchors.values()]
         for anchor in outer.anchors.values():
