@@ -148,7 +148,8 @@ class Course:
 
     def slow_bytes(self, of_averaging: int) -> int:
         """
-        Bytes that this rank sends to other groups in the round that ends.
+        Bytes that this rank sends to other groups in the round that ends. After synchronous steps without the averaging, as
+        long as these hold one model: see [`~Course.holds_one_model`].
 
         Args:
             of_averaging (`int`):

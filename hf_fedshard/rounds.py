@@ -229,7 +229,7 @@ class Rounds(AdvancingRounds):
         rows, wait_seconds = exchange_rows(row | asked.row(), self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
-        outcome = self._average(held, rows, turn)
+        outcome, bytes_besides = self._average(held, rows, turn)
         metrics = make_metrics(
             rows,
             self.peers,
@@ -241,6 +241,7 @@ class Rounds(AdvancingRounds):
             sync_seconds=time.perf_counter() - start,
             period=None if isinstance(self.config.sync_every, int) else self.course.period,
             synchronous=self.synchronous,
+            bytes_besides=bytes_besides,
         )
         if not self.synchronous:
             self.border_seconds = metrics.sync_seconds
@@ -264,16 +265,21 @@ class Rounds(AdvancingRounds):
         rows = exchange_rows(row, self.peers)[0] if row else {}
         return Border(border.metrics, *asked.answers(rows), (border,))
 
-    def _average(self, held: Held, rows: Rows, turn: Collection[str] | None) -> Outcome:
+    def _average(self, held: Held, rows: Rows, turn: Collection[str] | None) -> tuple[Outcome, int]:
+        """What it came to, and what this rank's group has sent for it beside the rows' `slow_bytes`."""
         if self.course.holds_one_model(held.shards):
-            return self.averager.take_as_it_is(held, left_out(rows))
-        self._anchors.unify(rows, self.round + 1)
+            return self.averager.take_as_it_is(held, left_out(rows)), 0
+        bytes_besides = self._anchors.unify(rows, self.round + 1)
+        if self.synchronous:  # there was to be nothing to average
+            bytes_besides += int(rows["parameter_bytes"][self.peers.group_index])
         excluded = left_out(rows)
         # Without a counted step, after fragments or in the middle of the first one, there is nothing to weigh by.
         rule = self.config.group_weights if self.steps else "uniform"
         weights = group_weights(rule, rows, excluded, self.peers)
         with_moments = moments_agree(rows, self.peers, self.round + 1)
-        return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous, turn=turn)
+        step = not self.synchronous
+        outcome = self.averager.average(held, weights, excluded, with_moments, step=step, turn=turn)
+        return outcome, bytes_besides
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters that this object averages."""
