@@ -61,6 +61,7 @@ class SharedAnchors:
     def row(self) -> dict[str, torch.Tensor | float]:
         """
         What a rank says of its anchors. Without communication, and without waiting for a device: the checksum stays on it.
+        Plain averaging with anchors in host memory (`offload_outer_state`) is waited for.
 
         Returns:
             `dict[str, torch.Tensor | float]`: A checksum, as a scalar in float64, and the bytes that this rank would send to
@@ -83,13 +84,16 @@ class SharedAnchors:
 
         Args:
             rows (`Mapping[str, list[float]]`):
-                Of all groups. What is sent is added to their `slow_bytes`.
+                Of all groups.
             round (`int`):
                 Number of the round, counted from 1.
+
+        Returns:
+            `int`: Bytes that the ranks of this group have sent to other groups for it.
         """
         if not anchors_differ(rows):
-            return
-        mesh, sent = self.averager.mesh, rows[_BYTES][self.averager.mesh.group_index]
+            return 0
+        mesh, sent = self.averager.mesh, int(rows[_BYTES][self.averager.mesh.group_index])
         if mesh.is_main and not self._has_warned:
             logger.warning(
                 "The federation groups have stepped to models that differ in their bits by the end of round %d: their hardware "

@@ -195,7 +195,7 @@ def _differences(shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.T
     return int(differing)
 
 
-def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device, non_blocking: bool = False) -> torch.Tensor:
     """
     A checksum of all bits, without communication.
 
@@ -204,6 +204,8 @@ def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch
             In an order that is the same wherever checksums are compared.
         device (`torch.device`):
             Where it is computed; tensors elsewhere are copied there one after the other.
+        non_blocking (`bool`, defaults to `False`):
+            Whether copies from pinned host memory are not waited for. The host must not write to it until the checksum is read.
 
     Returns:
         `torch.Tensor`: Two int64 on the device, not waited for: the sum of all words of 8 bytes, and their sum weighted by
@@ -212,7 +214,7 @@ def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch
     plain = torch.zeros((), dtype=torch.int64, device=device)
     placed = torch.zeros((), dtype=torch.int64, device=device)
     position = 0
-    for words in _words(tensors.values(), device):
+    for words in _words(tensors.values(), device, non_blocking):
         places = torch.arange(position, position + words.numel(), device=device)
         plain += words.sum()
         placed += (words * (2 * places + 1)).sum()
@@ -220,12 +222,12 @@ def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch
     return torch.stack([plain, placed])
 
 
-def _words(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+def _words(tensors: Iterable[torch.Tensor], device: torch.device, non_blocking: bool) -> Iterator[torch.Tensor]:
     """All bytes as words of 8, chunk by chunk. A model has many small tensors: each by itself would be a dozen kernels."""
     waiting: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:
-        for part in to_wire(tensor, device).reshape(-1).view(torch.uint8).split(_CHECKSUM_CHUNK):
+        for part in to_wire(tensor, device, non_blocking).reshape(-1).view(torch.uint8).split(_CHECKSUM_CHUNK):
             if num_bytes + part.numel() > _CHECKSUM_CHUNK:
                 yield _as_words(waiting)
                 waiting, num_bytes = [], 0

@@ -276,7 +276,7 @@ _CARRIED = (
 )
 
 
-def to_wire(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_wire(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
     """
     A contiguous stand-in for a collective that hands values on; in bytes, which every backend carries, where not all carry
     its dtype.
@@ -286,11 +286,14 @@ def to_wire(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
             What is to be sent. The stand-in is the tensor itself, or its memory, where it is fit for it.
         device (`torch.device`):
             Where the collective runs.
+        non_blocking (`bool`, defaults to `False`):
+            Whether a copy from pinned host memory to a device is not waited for.
 
     Returns:
         `torch.Tensor`: Of the tensor's shape; in bytes its last dim is longer by the bytes of an element.
     """
-    wire = tensor.to(device).contiguous()
+    # What comes from a device is waited for in any case: host memory may be read at once.
+    wire = tensor.to(device, non_blocking=non_blocking and tensor.device.type == "cpu").contiguous()
     if wire.dtype in _CARRIED:
         return wire
     return (wire if wire.ndim else wire.reshape(1)).view(torch.uint8)
