@@ -194,7 +194,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**plain, **{name: buffer.detach() for name, buffer in model.named_buffers()}}
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> dict[str, torch.Tensor]:
     """
     The buffers that belong to the model's state, such as BatchNorm statistics; constants rebuilt at construction
     (non-persistent buffers) are left out.
@@ -202,12 +202,14 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     Args:
         model (`nn.Module`):
             The prepared model.
+        modules (`Mapping[str, nn.Module]`, *optional*):
+            All of its modules by name, from [`reshard`], which spares a walk over the model.
 
     Returns:
         `dict[str, torch.Tensor]`: By name, in the model's order.
     """
     found = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in (dict(model.named_modules()) if modules is None else modules).items():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer.detach()
