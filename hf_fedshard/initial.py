@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import all_reduce
+from .collectives import all_reduce, broadcast_from_first
 from .config import FederationConfig
 from .handshake import FederationMismatchError, agree
 from .lora import check_adapters
@@ -135,9 +135,7 @@ def broadcast_initial_state(model: nn.Module, mesh: FederationMesh) -> None:
     whole = replicated_tensors(model)
     for tensor in whole.values():
         wire = to_wire(tensor, mesh.device)
-        if mesh.group.rank() == 0:
-            dist.broadcast(wire, group_src=0, group=mesh.fed)
-        dist.broadcast(wire, group_src=0, group=mesh.group)
+        broadcast_from_first(wire, mesh.fed, mesh.group)
         from_wire(tensor, wire)
     verify_one_model(shards, whole, mesh)
 

@@ -9,7 +9,7 @@ import torch
 
 from .averaging import ModelAverager
 from .closing import check_rows, left_out, make_row
-from .collectives import broadcast
+from .collectives import broadcast_from_first
 from .config import FederationConfig
 from .flights import Landed, Span
 from .mesh import OverlapPeers
