@@ -89,6 +89,14 @@ class RoundMetrics:
     earlier: tuple[RoundMetrics, ...] = ()
 
     @property
+    def known_drift(self) -> float | None:
+        """
+        The drift, for the next period; `None` where one group alone counted, the others left out after a fault or without
+        weight: it is at no distance from itself.
+        """
+        return self.drift if sum(weight > 0 for weight in self.weights) > 1 else None
+
+    @property
     def sync_share(self) -> float:
         """Share of the round's wall time that was spent waiting and averaging."""
         return (self.wait_seconds + self.sync_seconds) / self.seconds if self.seconds > 0 else 0.0

@@ -87,7 +87,7 @@ class Rounds(AdvancingRounds):
         self.overlap = None
         if config.overlap_steps and tier is not None:
             self.overlap = OverlappedAveraging(self.averager, tier, config)
-        warn_of_padding(self.averager, [None] if self.overlap is None else self.overlap.fragments)
+        warn_of_padding(self.averager, self.fragments)
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
             anchors = self.averager.outer.anchors
@@ -218,7 +218,7 @@ class Rounds(AdvancingRounds):
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
             return self._border_as_it_is(earlier.pop(), asked)
-        held = self.averager.tensors.collect([None] if self.overlap is None else self.overlap.fragments)
+        held = self.averager.tensors.collect(self.fragments)
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size
@@ -251,9 +251,7 @@ class Rounds(AdvancingRounds):
             self.course.begin()
             return earlier[-1].with_border(metrics, *asked.answers(rows), tuple(earlier[:-1]))
         slowest = max(rows["seconds"]) / group_size
-        # A group alone, the others left out after a fault or without weight, is at no distance from itself.
-        drift = metrics.drift if sum(weight > 0 for weight in metrics.weights) > 1 else None
-        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, drift))
+        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, metrics.known_drift))
         self._next_round()
         self.course.begin()
         return Border(beside.add_to(metrics), *asked.answers(rows), tuple(earlier))
