@@ -26,7 +26,6 @@ from .outer import OuterLoop
 from .residuals import Residuals
 from .selection import Selection
 from .shards import reshard
-from .slow_tier import SlowTier
 from .trained_parameters import TrainedParameters
 
 
@@ -92,8 +91,7 @@ class ModelAverager:
 
         All ranks start the same exchanges ahead of this, so each of them ends without anything that follows it here.
         """
-        if isinstance(self.mesh, SlowTier):
-            self.mesh.worker.wait()
+        self.mesh.wait()
 
     def average(
         self,
