@@ -69,8 +69,8 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
         plain = plain_name(name)
         if inside or param.dtype != anchor.dtype or name in outer.apart.names:
             tensors[f"{plain}/{_ANCHOR}"] = as_sharded(anchor, param)
-        if name in outer.apart.rests:
-            tensors[f"{plain}/{_REST}"] = as_sharded(outer.apart.rests[name], param)
+        if name in outer.apart.remainders:
+            tensors[f"{plain}/{_REST}"] = as_sharded(outer.apart.remainders[name], param)
         state = {} if outer.optimizer is None else outer.optimizer.state.get(anchor, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == anchor.shape:
@@ -228,7 +228,7 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
         elif tensor.shape == param.shape:
             own = outer.memory.copy(torch.empty_like(anchor, dtype=tensor.dtype), devices[anchor])
             if key == _REST:
-                outer.apart.rests[names[plain]] = own
+                outer.apart.remainders[names[plain]] = own
             else:
                 state.setdefault(anchor, {})[key] = own
             wanted[entry] = as_sharded(own, param)

@@ -199,7 +199,7 @@ def test_what_a_checkpoint_brings_back_is_pinned(monkeypatch: pytest.MonkeyPatch
     outer_checkpoint._read(tmp_path, {"on_cpu": ["step"]}, averager, inside=False)
     assert outer.optimizer is not None
     state = outer.optimizer.state[outer.anchors["weight"]]
-    assert set(state) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"} and "weight" in outer.apart.rests
+    assert set(state) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"} and "weight" in outer.apart.remainders
     assert asked == [True] * 4
 
 

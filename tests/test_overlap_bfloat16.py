@@ -52,12 +52,12 @@ def walked(where: str) -> dict[str, Any]:
         if where == "after" and step % PERIOD == PERIOD - 1:
             run.rounds.close()
         if run.rounds.at_border:
-            kept += sum(rest.numel() * rest.element_size() for rest in outer.apart.rests.values())
+            kept += sum(rest.numel() * rest.element_size() for rest in outer.apart.remainders.values())
     run.release()
     anchors: dict[int, set[float]] = {}
     for name, anchor in outer.anchors.items():
         anchors.setdefault(numbers[name], set()).update(anchor.unique().tolist())
-    return {"anchors": anchors, "kept": kept, "dtypes": {rest.dtype for rest in outer.apart.rests.values()}}
+    return {"anchors": anchors, "kept": kept, "dtypes": {rest.dtype for rest in outer.apart.remainders.values()}}
 
 
 def rounded(value: float) -> float:
