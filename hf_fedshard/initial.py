@@ -16,7 +16,8 @@ from .handshake import FederationMismatchError, agree
 from .lora import check_adapters
 from .mesh import FederationMesh, Peers
 from .selection import Selection
-from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
+from .shards import check_trainable_parameters, local_shards, replicated_tensors, reshard
+from .tensors import from_wire, to_wire
 
 
 # Bytes that are checksummed at once: small tensors together, large ones in parts. Whole words.

@@ -10,7 +10,7 @@ from .apart import Apart
 from .config import FederationConfig
 from .outer_memory import OuterMemory
 from .outer_optimizers import is_plain_averaging, make_outer_optimizer, rate_factor
-from .shards import accumulation_dtype
+from .tensors import accumulation_dtype
 from .wire import find_codec
 
 

@@ -20,11 +20,12 @@ from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
 from .mesh import FederationMesh, OverlapPeers, Peers
 from .metrics import RoundMetrics, exchange_rows
+from .moments import drop_stale_state
 from .outcome import Outcome
 from .overlap import OverlappedAveraging
 from .periods import MeasuredRound
 from .proximal import ProximalTerm
-from .shards import drop_stale_state, reshard
+from .shards import reshard
 from .weights import group_weights
 from .wire_bytes import warn_of_padding
 

@@ -11,16 +11,8 @@ from torch import nn
 from .averaging import ModelAverager
 from .exchange_plan import ExchangePlan
 from .held import Held
-from .shards import (
-    accumulation_dtype,
-    all_finite,
-    find_parameters,
-    holds_floats,
-    largest_magnitude,
-    persistent_buffers,
-    reshard,
-    shards_of,
-)
+from .shards import find_parameters, persistent_buffers, reshard, shards_of
+from .tensors import accumulation_dtype, all_finite, holds_floats, largest_magnitude
 
 
 @dataclass

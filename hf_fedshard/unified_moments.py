@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .collectives import all_reduce
 from .counters import counters_of, exchange_counts, settle_counters
@@ -18,7 +17,8 @@ from .initial import hold_the_same_bits
 from .mesh import Peers
 from .metrics import exchange_rows
 from .moments import reset_moments
-from .shards import all_finite
+from .shards import local_part
+from .tensors import all_finite
 
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,8 @@ def _held_by(optimizers: Sequence[torch.optim.Optimizer]) -> _Held:
             for name, value in optimizer.state.get(param, {}).items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                local = value.to_local() if isinstance(value, DTensor) else value
-                if value.ndim and not (local.is_floating_point() and type(local.detach()) is torch.Tensor):
+                local = local_part(value)
+                if value.ndim and not (local.is_floating_point() and type(local) is torch.Tensor):
                     held.quantised = True
                 target = held.moments if value.ndim else held.numbers
                 target[f"{index}/{place}/{name}"] = local
