@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,19 @@ def test_options_of_the_readme() -> None:
     assert rows["sync_every"].startswith(str(fields["sync_every"]))
     assert rows["bucket_size_bytes"] == f"{fields['bucket_size_bytes'] // 2**20} MiB"
     assert rows["log_every_rounds"] == str(fields["log_every_rounds"])
+
+
+def test_clean_keeps_runs(tmp_path: Path) -> None:
+    """Models and hours of measurements lie there: they go by a target of their own only."""
+    removed = {}
+    for target in ("clean", "clean-runs"):
+        shutil.copy(ROOT / "Makefile", tmp_path)
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        for folder in ("hf_fedshard", "recipes", "benchmarks", "tests"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        subprocess.run(["make", target], cwd=tmp_path, check=True, capture_output=True)
+        removed[target] = not (tmp_path / "runs").exists()
+    assert removed == {"clean": False, "clean-runs": True}
 
 
 def test_figures_agree() -> None:
