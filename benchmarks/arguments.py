@@ -48,7 +48,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=4.0,
         help="Length of a turn of DDP, FSDP2 and HSDP. Default: %(default)s.",
     )
-    add("--learning_steps", type=int, default=128, help="Steps of FSDP2 in the learning part. Default: %(default)s.")
+    add(
+        "--learning_steps",
+        type=int,
+        default=128,
+        help="Steps of FSDP2 in the learning part, a multiple of --eval_every. The groups make twice as many, since a step of "
+        "theirs has half of the tokens. Default: %(default)s.",
+    )
     add(
         "--learning_seeds",
         type=int,
@@ -85,6 +91,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--turn_seconds is positive, got {args.turn_seconds}.")
     if args.eval_every % args.sync_every:
         parser.error(f"--eval_every={args.eval_every} is no multiple of --sync_every={args.sync_every}: not a border.")
+    if args.learning_steps % args.eval_every:
+        parser.error(
+            f"--learning_steps={args.learning_steps} is no multiple of --eval_every={args.eval_every}: the last steps would "
+            "not be evaluated."
+        )
     for rate in args.rates:
         if rate < 1:
             parser.error(f"--rates are Mbit/s of at least 1, got {rate}.")

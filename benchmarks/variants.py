@@ -85,6 +85,9 @@ VARIANTS = {
     )
 }
 
+LEARNING = {"fsdp": 1, "fp32": 2, "int8": 2, "int4": 2, "fp32_overlap": 2, "int8_overlap": 2, "int4_overlap": 2}
+"""Variants of the learning part, and how often they make `--learning_steps`: a group's step has half of the tokens."""
+
 
 def unavailable(variant: Variant) -> str | None:
     """

@@ -151,6 +151,7 @@ def test_choice_of_variants() -> None:
         ("--turn_seconds 0", "--turn_seconds is positive"),
         ("--learning_seeds 0", "--learning_seeds is at least 1"),
         ("--eval_every 12", "no multiple of --sync_every=8"),
+        ("--learning_steps 24", "--learning_steps=24 is no multiple of --eval_every=16"),
         ("--rates 0", "at least 1, got 0"),
         ("--variants int5", "no variant int5"),
         ("--shapes 3x3", "invalid choice"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import COMMAND
 from benchmarks.records import EVALUATED, Records
 from benchmarks.variants import CEILING
 from benchmarks.workload import Workload
@@ -62,7 +63,8 @@ def folder_of_results(folder: Path) -> Path:
     records.check_workload(Workload())
     (folder / "model.json").write_text(json.dumps({"num_parameters": 5_000_000}))
     versions = {"torch": "2.13.0"}
-    session = {"session": "2026-01-02T03:04:05", "machine": "Linux", "num_cores": 2, "versions": versions}
+    about = {"machine": "Linux", "num_cores": 2, "versions": versions, "plain": False, "command": COMMAND}
+    session = {"session": "2026-01-02T03:04:05"} | about
     records.append("sessions", session)
     for cycle in range(3):
         records.append("turns", turn(CEILING, cycle, 1024.0, 1024.0))
