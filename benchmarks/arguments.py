@@ -12,7 +12,7 @@ from .variants import RATES, SHAPES, VARIANTS, choose
 from .workload import Workload
 
 
-PARTS = ("turns", "learning", "memory", "own_time", "report")
+PARTS = ("turns", "learning", "memory", "own_time", "saving", "report")
 PLAIN_RATE = 0
 DESCRIPTION = """
 Measures on a two-tier network, and writes tables, JSON and plots:

@@ -23,7 +23,7 @@ from .variants import CEILING, LEARNING, RATES, SHAPES, VARIANTS, choose, unavai
 from .workload import ROOT, Workload
 
 
-OWN_TIME_CONFIG = ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
+LAUNCH_FILE = ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
 
 
 class Benchmark:
@@ -158,9 +158,22 @@ class Benchmark:
             file = self.folder / "job_own_time.json"
             job = {"way": way, "folder": str(self.folder), "session": self.session, "workload": asdict(self.workload)}
             file.write_text(json.dumps(job))
-            launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(OWN_TIME_CONFIG)]
-            command = [*launch, "--main_process_port", "0", "-m", "benchmarks.own_time", str(file)]
-            run_side_by_side([(command, {})], self._log("own_time"))
+            self._launch("own_time", file)
+
+    def _saving(self) -> None:
+        if self.records.read("saving"):
+            return
+        file = self.folder / "job_saving.json"
+        job = {"folder": str(self.folder), "session": self.session, "workload": asdict(self.workload)}
+        file.write_text(json.dumps(job))
+        # Full state dicts, the file's, would be gathered and written by one rank.
+        self._launch("saving", file, "--fsdp_state_dict_type", "SHARDED_STATE_DICT")
+
+    def _launch(self, part: str, job: Path, *options: str) -> None:
+        """Runs the module of a part on the processes of a launch file, as users start theirs."""
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_FILE), *options]
+        command = [*launch, "--main_process_port", "0", "-m", f"benchmarks.{part}", str(job)]
+        run_side_by_side([(command, {})], self._log(part))
 
     def _log(self, part: str) -> Path:
         return self.folder / f"{part}.log"

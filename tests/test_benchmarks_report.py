@@ -37,6 +37,9 @@ def test_results(tmp_path: Path) -> None:
     time_to_loss = targets["time to the loss at which FSDP2 ends, 50 Mbit/s: FSDP2 / FL+FSDP"]
     assert (time_to_loss["value"], time_to_loss["reached"]) == (pytest.approx(16.0), True)
     assert targets["own time inside a round, Trainer"]["value"] == pytest.approx(0.2)
+    saving = targets["saving a checkpoint of 2 groups: seconds a byte / those of Accelerate's own saving"]
+    assert (saving["value"], saving["reached"]) == (pytest.approx(1.2), True)
+    assert saving["variant"] == "500 MB in 2.00 s; Accelerate's 300 MB"
     assert targets["int8: bytes / fp32 bound"]["reached"] is None
 
 

@@ -76,5 +76,7 @@ def folder_of_results(folder: Path) -> Path:
         records.append("learning", learned(name, 0, steps, losses))
     records.append("memory", {"variant": "fp32", "shape": "2x2", "session": "a", "peak_bytes": 123_000_000})
     records.append("own_time", {"way": "Trainer", "session": "a", "shares": [0.001, 0.002, 0.003]})
+    saves = {"stock": [[1.0, 300_000_000]] * 3, "ours": [[2.0, 500_000_000]] * 3}
+    records.append("saving", {"session": "a"} | saves)
     records.append("unavailable", {"variant": "int8", "reason": "no setting wire_format"})
     return folder
