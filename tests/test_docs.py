@@ -20,6 +20,7 @@ import yaml
 
 from benchmarks.arguments import make_parser as make_benchmark_parser
 from benchmarks.report import make_parser as make_report_parser
+from benchmarks.statistics import mean
 from benchmarks.variants import VARIANTS
 from hf_fedshard import FederationConfig
 from hf_fedshard.export import make_parser
@@ -392,23 +393,34 @@ def test_figures_of_the_benchmark() -> None:
         for row in block["rows"]
         if row["share_of_ceiling"]
     }
-    last = {row["variant"]: row["last_loss"]["value"] for row in content["learning"]}
-    excess = {variant: 100 * (loss / last["fp32"] - 1) for variant, loss in last.items()}
+    last = {curve["variant"]: [run[-1] for run in curve["runs"]] for curve in content["curves"]}
+    excess = {
+        name: mean([100 * (loss / fp32 - 1) for loss, fp32 in zip(losses, last["fp32"], strict=True)])
+        for name, losses in last.items()
+    }
 
     ratio = targets["FL+FSDP against FSDP2, 50 Mbit/s"]
     best = ratio["variant"].split(" / ")[0]
     wire_format = VARIANTS[best].settings.get("wire_format", "fp32")
     speed = f"{ratio['value']:.0f} times as fast as FSDP2 and {shares['2x2', 50, best]:.0f} % as fast as groups"
     _check_says("README.md", f"averaging in {wire_format} every 8 steps beside the steps was {speed}", source)
-    _check_says("README.md", f"its loss was {excess[best]:.1f} % above that of groups that stand still", source)
-
-    late = [(VARIANTS[name].settings["overlap_steps"], excess[name]) for name in excess if VARIANTS[name].overlapped]
-    (first, second, third), percent = zip(*sorted(late), strict=True)
-    losses = "{:.1f}, {:.1f} and {:.1f} %".format(*percent)
     _check_says(
-        "docs/overlap.md", f"{losses} higher with outcomes that came {first}, {second} and {third} steps", source
+        "README.md", f"its loss was {excess[best].value:.1f} ± {excess[best].error:.1f} % above that of", source
     )
-    _check_says("docs/benchmarks.md", f"leaves {losses} after these", source)
+
+    late = {VARIANTS[name].settings["overlap_steps"]: excess[name] for name in excess if VARIANTS[name].overlapped}
+    first, second, third = sorted(late)
+    losses = f"{late[first].value:.1f}, {late[second].value:.1f} and {late[third].value:.1f} %"
+    errors = f"standard errors of up to {max(found.error or 0 for found in late.values()):.1f} %"
+    steps = f"{first}, {second} and {third} steps late"
+    _check_says("docs/overlap.md", f"{losses} higher with outcomes that came {steps}", source)
+    _check_says("docs/overlap.md", errors, source)
+    _check_says("docs/benchmarks.md", f"leaves {losses} ({errors}) after these", source)
+    int8, int4 = excess["int8"], excess["int4"]
+    below, above = f"{-int8.value:.2f} ± {int8.error:.2f} % below", f"{int4.value:.2f} ± {int4.error:.2f} % above"
+    _check_says("docs/wire.md", f"{below} that of `fp32` and that of `int4` {above}", source)
+    short = f"int8 ends {-int8.value:.2f} % below fp32 and int4 {int4.value:.2f} % above"
+    _check_says("docs/benchmarks.md", short, source)
 
     fsdp, hsdp = shares["2x2", 50, "fsdp"], shares["2x4", 50, "hsdp"]
     slow = f"FSDP2 has {fsdp:.1f} % of the ceiling's speed at 50 Mbit/s, and HSDP on 2 x 4 ranks {hsdp:.1f} %"
