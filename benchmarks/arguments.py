@@ -67,7 +67,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="List the variants and whether they are available, and end.")
     group = parser.add_argument_group("workload", "What is trained.")
     for item in fields(Workload):
-        group.add_argument(f"--{item.name}", type=type(item.default), default=item.default, help="Default: %(default)s.")
+        group.add_argument(
+            f"--{item.name}", type=type(item.default), default=item.default, help="Default: %(default)s."
+        )
     return parser
 
 

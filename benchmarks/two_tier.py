@@ -80,7 +80,7 @@ class Benchmark:
         names = []
         # A plain run stands for no rate; it takes what the slowest one has.
         for variant in choose(self.args.variants, shape, rate or min(RATES)):
-            reason = unavailable(variant)
+            reason = unavailable(variant, self.workload.sync_every)
             if reason is None:
                 names.append(variant.name)
             else:

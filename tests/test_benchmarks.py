@@ -133,6 +133,7 @@ def test_settings_that_are_not_there_are_not_available() -> None:
     assert unavailable(wrong) == "this version of hf_fedshard has no setting no_such_setting"
     wrong = Variant("x", "x", "ours", {}, {"sync_every": 0})
     assert "refuses it: sync_every must be" in str(unavailable(wrong))
+    assert "refuses it: overlap_steps=4 must be 2 or less" in str(unavailable(VARIANTS["int8_overlap"], sync_every=2))
 
 
 def test_choice_of_variants() -> None:
