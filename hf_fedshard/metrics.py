@@ -68,7 +68,8 @@ class RoundMetrics:
         overlapped_seconds (`float`, *optional*):
             With `overlap_steps`: time that the averaging took beside the training steps. `sync_seconds` is then how long the
             steps stood still for it: to make snapshots, to wait for the outcome, and to take it in. A border that ends a round
-            in which fragments had their turn adds that of theirs to its own time, and their bytes to its own.
+            in which fragments had their turn adds that of theirs to its own time, and their bytes and pseudo-gradients to its
+            own. Its `drift` is that at the border alone, of the whole model.
         earlier (`tuple[RoundMetrics, ...]`):
             With `overlap_steps`, of what a loop is given: metrics of the rounds before it, oldest first, whose averagings were in
             flight when the border was made that closed this one.
@@ -93,6 +94,14 @@ class RoundMetrics:
     lora_error: float | None = None
     overlapped_seconds: float | None = None
     earlier: tuple[RoundMetrics, ...] = ()
+
+    @property
+    def known_drift(self) -> float | None:
+        """
+        The drift, for the next period; `None` where one group alone counted, the others left out after a fault or without
+        weight: it is at no distance from itself.
+        """
+        return self.drift if sum(weight > 0 for weight in self.weights) > 1 else None
 
     @property
     def sync_share(self) -> float:
