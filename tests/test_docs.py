@@ -399,14 +399,16 @@ def test_figures_of_the_benchmark() -> None:
         for name, losses in last.items()
     }
 
-    ratio = targets["FL+FSDP against FSDP2, 50 Mbit/s"]
-    best = ratio["variant"].split(" / ")[0]
-    wire_format = VARIANTS[best].settings.get("wire_format", "fp32")
-    speed = f"{ratio['value']:.0f} times as fast as FSDP2 and {shares['2x2', 50, best]:.0f} % as fast as groups"
+    # Of those whose loss is known too, the fastest.
+    fsdp, hsdp = shares["2x2", 50, "fsdp"], shares["2x4", 50, "hsdp"]
+    known = [name for name in excess if VARIANTS[name].overlapped]
+    fastest = max(known, key=lambda name: shares["2x2", 50, name])
+    share = shares["2x2", 50, fastest]
+    wire_format = VARIANTS[fastest].settings.get("wire_format", "fp32")
+    speed = f"{share / fsdp:.0f} times as fast as FSDP2 and {share:.0f} % as fast as groups"
     _check_says("README.md", f"averaging in {wire_format} every 8 steps beside the steps was {speed}", source)
-    _check_says(
-        "README.md", f"its loss was {excess[best].value:.1f} ± {excess[best].error:.1f} % above that of", source
-    )
+    loss = f"{excess[fastest].value:.1f} % (standard error {max(excess[fastest].error, 0.1):.1f})"
+    _check_says("README.md", f"its loss was {loss} above that of", source)
 
     late = {VARIANTS[name].settings["overlap_steps"]: excess[name] for name in excess if VARIANTS[name].overlapped}
     first, second, third = sorted(late)
@@ -422,11 +424,11 @@ def test_figures_of_the_benchmark() -> None:
     short = f"int8 ends {-int8.value:.2f} % below fp32 and int4 {int4.value:.2f} % above"
     _check_says("docs/benchmarks.md", short, source)
 
-    fsdp, hsdp = shares["2x2", 50, "fsdp"], shares["2x4", 50, "hsdp"]
     slow = f"FSDP2 has {fsdp:.1f} % of the ceiling's speed at 50 Mbit/s, and HSDP on 2 x 4 ranks {hsdp:.1f} %"
     most = f"nothing that averages can be more than {100 / fsdp:.1f} and {100 / hsdp:.1f} times as fast"
     _check_says("docs/benchmarks.md", f"{slow}, so {most}", source)
     with_replicas = targets["FL+HSDP against HSDP, 2 x 4 ranks, 50 Mbit/s"]["variant"].split(" / ")[0]
+    best = targets["FL+FSDP against FSDP2, 50 Mbit/s"]["variant"].split(" / ")[0]
     reached = f"{shares['2x2', 50, best]:.0f} % and {shares['2x4', 50, with_replicas]:.0f} % are reached"
     _check_says("docs/benchmarks.md", f"Of the ceiling {reached}", source)
 
