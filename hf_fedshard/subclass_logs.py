@@ -25,15 +25,9 @@ class SubclassLogs:
         self._all_ranks_log = False
 
     @contextlib.contextmanager
-    def of_all_ranks(self, all_ranks_log: bool) -> Iterator[None]:
-        """
-        While Trainer logs, evaluates and saves what is due.
-
-        Args:
-            all_ranks_log (`bool`):
-                Whether a log from here is one of all ranks; inside a round there is none.
-        """
-        self._all_ranks_log = all_ranks_log
+    def of_all_ranks(self) -> Iterator[None]:
+        """While Trainer logs, evaluates and saves what is due: on all ranks, and inside a round never."""
+        self._all_ranks_log = True
         try:
             yield
         finally:

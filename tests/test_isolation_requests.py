@@ -89,13 +89,40 @@ def test_stop_in_other_events(world4: WorkerPool, tmp_path: Path, event: str, st
     assert len(result["borders"]) in (1, 2)
 
 
+@pytest.mark.parametrize("own_line", [False, True], ids=["log of the round", "log of the Trainer"])
+def test_requests_at_a_border(world4: WorkerPool, tmp_path: Path, own_line: bool) -> None:
+    """What a callback asks for on one rank while Trainer logs, evaluates and saves is done by all, before the next of them."""
+    asks = (
+        partial(Ask, "should_save", 2, (1,), event="on_log"),
+        partial(Ask, "should_evaluate", 4, (2,), event="on_log"),
+        partial(Ask, "should_log", 6, (3,), event="on_log"),
+        partial(Ask, "should_evaluate", 8, (0,), event="on_log"),
+        partial(Ask, "should_save", 8, (3,), event="on_evaluate"),
+        partial(Ask, "should_log", 10, (1,)),
+        partial(Ask, "should_evaluate", 10, (1,), event="on_log"),
+        partial(Ask, "should_save", 10, (1,), event="on_prediction_step"),
+        partial(Ask, "should_evaluate", 10, (2,), event="on_save"),  # too late at this border, as ever
+        partial(Ask, "should_log", 12, (0, 1), event="on_save"),
+    )
+    log = {"logging_strategy": "steps", "logging_steps": 2} if own_line else {}
+    result = run_isolated(world4, str(tmp_path), max_steps=12, sync_every=2, eval_samples=6, after=asks, **log)
+    assert result["borders"] == [2, 4, 6, 8, 10, 12]
+    assert result["logged"] == ([2, 4, 6, 8, 10, 12] if own_line else [6, 10])
+    assert result["evaluated"] == [4, 8, 10]
+    assert result["saved"] == [2, 8, 10]
+
+
+@pytest.mark.parametrize("flag", ["should_training_stop", "should_epoch_stop"])
 @pytest.mark.parametrize("event", ["on_log", "on_evaluate", "on_save"])
-def test_stop_at_a_border(world4: WorkerPool, tmp_path: Path, event: str) -> None:
-    ask = partial(Ask, "should_training_stop", 4, (1,), event=event)
+def test_stop_at_a_border(world4: WorkerPool, tmp_path: Path, event: str, flag: str) -> None:
+    ask = partial(Ask, flag, 4, (1,), event=event)
     every = {"logging_strategy": "steps", "eval_strategy": "steps", "save_strategy": "steps"}
     every |= {"logging_steps": 4, "eval_steps": 4, "save_steps": 4, "eval_samples": 6}
-    result = run_isolated(world4, str(tmp_path), max_steps=12, after=(ask,), **every)
-    assert result["steps"] in (4, 8)
+    result = run_isolated(world4, str(tmp_path), max_steps=8, after=(ask,), **every)
+    stops = flag == "should_training_stop"
+    assert result["borders"] == result["logged"] == result["evaluated"] == ([4] if stops else [4, 8])
+    assert result["saved"] == result["borders"]
+    assert result["epoch_ends"] == ([4] if stops else [4, 8])
 
 
 def test_stop_of_the_epoch(world4: WorkerPool, tmp_path: Path) -> None:
