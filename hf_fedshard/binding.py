@@ -170,7 +170,8 @@ class TrainerBinding:
                 self._logs.average(kwargs["logs"], state.log_history)
             if self.session is not None:
                 self.session.before_event(event)
-            control = original(event, args, state, control, **kwargs)
+            with self._logs.of_callbacks():
+                control = original(event, args, state, control, **kwargs)
             if event == "on_train_begin":
                 self._begin_session()
             elif self.session is not None:

@@ -34,6 +34,15 @@ class SubclassLogs:
             self._all_ranks_log = False
 
     @contextlib.contextmanager
+    def of_callbacks(self) -> Iterator[None]:
+        """While callbacks have an event: what they log themselves may be of one rank alone."""
+        held, self._all_ranks_log, self._given_logs = (self._all_ranks_log, self._given_logs), False, None
+        try:
+            yield
+        finally:
+            self._all_ranks_log, self._given_logs = held
+
+    @contextlib.contextmanager
     def added_to(self, logs: Mapping[str, Any]) -> Iterator[None]:
         """
         While the subclass logs.
