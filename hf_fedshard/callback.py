@@ -52,7 +52,8 @@ class FedAvgCallback(TrainerCallback):
 
     Raises:
         TypeError: If there is no such setting.
-        ValueError: If a setting is out of its range or the launch cannot be federated.
+        ValueError: If a setting, or the environment, is out of its range; of several processes on all of them, when the
+            Trainer is made. If the launch is one of FSDP version 1.
 
     Example:
 
@@ -65,7 +66,14 @@ class FedAvgCallback(TrainerCallback):
     """
 
     def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
-        self.config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **settings)
+        self._wrong: ValueError | None = None
+        try:
+            self.config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **settings)
+        except ValueError as error:
+            if environment.launched_world_size() == 1:
+                raise
+            # It may come from the environment of this node alone, and the others would wait: `bind` tells them.
+            self.config, self._wrong = FederationConfig(), error
         if environment.launch_asks_for_fsdp() and environment.launched_fsdp_version() == 1:
             # Here, since on CPU Accelerate would stop at FSDP1 with a message about missing devices.
             raise ValueError(FSDP1_ERROR.format(version=1))
@@ -114,7 +122,7 @@ class FedAvgCallback(TrainerCallback):
         """
         self._release()
         state = trainer.accelerator.state
-        agree_on_launch(trainer, FedAvgCallback, self.config)
+        agree_on_launch(trainer, FedAvgCallback, self.config, self._wrong)
         layout = layout_for(self.config, state.num_processes, stated_sizes(state.parallelism_config))
         self._bound_to = trainer
         check_seam(Trainer, "_load_callback_state", ())
