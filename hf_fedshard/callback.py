@@ -100,11 +100,17 @@ class FedAvgCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuses to train a Trainer that it was added to too late."""
+        """Refuses to train a Trainer that it is not bound to."""
         if self._bound_to is None:
             raise RuntimeError(
                 "FedAvgCallback was added after its Trainer was made. Pass it as Trainer(callbacks=[...]), or call "
                 "`callback.bind(trainer)` before `trainer.train()`."
+            )
+        if self._bound_to.state is not state:
+            raise RuntimeError(
+                "This FedAvgCallback is bound to another Trainer, the last one that it was given to or bound to, and this "
+                "one would train without it. Make one callback for each Trainer, or call `callback.bind(trainer)` before "
+                "each `trainer.train()`."
             )
 
     def bind(self, trainer: Trainer) -> None:
