@@ -199,6 +199,8 @@ class TrainingSession:
                 self._held_requests.hold_back(self.trainer.control)
                 self._early_end.wait_for_border()
                 self._borders.close(state, self.trainer.control)
+                # The call has a log of its own, which would clear the request for Trainer's.
+                self._held_requests.hold_back(self.trainer.control, ("should_log",))
             self._borders.in_round = False
         try:
             yield
@@ -214,7 +216,7 @@ class TrainingSession:
         self._borders.in_round = True
         self._early_end.begin_step()
         self.rounds.begin_step()
-        self.reports.begin_losses()
+        self.reports.begin_step()
 
     def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
         self.counts.count_steps(self.rounds, state)
@@ -244,13 +246,13 @@ class TrainingSession:
             raise ValueError("The train_dataset is empty: its stream gave no batch. Give it at least one example.")
         if not self.in_round:
             return
+        if self.rounds.at_border:
+            # A callback has made it in this event, or a stream has ended inside an accumulation window: no step was made since
+            # the last border, and it is the same on all ranks.
+            self._borders.stay(control)
+            return
         # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
         ends_here = self._epoch_is_empty or self.epoch >= state.num_train_epochs
-        if ends_here and self.rounds.at_border:
-            # A stream that ended inside an accumulation window: no step was made since the last border, and it is the
-            # same on all ranks, so there is nothing to average or to agree about.
-            self._borders.in_round = False
-            return
         self._held_requests.hold_back(control)
         self._early_end.leave_at_epoch_end()
         if ends_here:

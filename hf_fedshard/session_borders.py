@@ -96,13 +96,15 @@ class SessionBorders:
         self.scheduled.pending = False
         self.in_round = False
         self.at_border = True
+        for earlier in border.earlier:
+            # Ahead of the requests: such a line clears `should_log`, and Trainer's own would be lost.
+            reports.note_round(earlier)
         self.requests.meet(control, border.votes)
         self.early_end.end_if_asked(control, border.votes.get(TO_END, False))
-        for earlier in border.earlier:
-            reports.note_round(earlier)
         if border.metrics not in [earlier.metrics for earlier in border.earlier]:
-            # One line a round: Trainer's own where it is due, else one for the metrics.
-            follows = control.should_log and state.global_step > self.trainer._globalstep_last_logged
+            # One line a round: Trainer's own where it is due, else one for the metrics. By the votes, which are the same on
+            # all ranks: the lines before may have had a callback ask for a log on one.
+            follows = border.votes["should_log"] and state.global_step > self.trainer._globalstep_last_logged
             reports.note_round(border, logs_follow=follows)
 
     def advance(self, state: TrainerState) -> None:
@@ -135,6 +137,7 @@ class SessionBorders:
         """
         self.in_round = False
         self.at_border = True
+        self.reports.forget_losses()
         self.requests.give_back(control)
 
     def act(self, act: Callable[[], None]) -> None:
