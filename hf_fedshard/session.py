@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState
-from transformers.utils import logging
 
 from .agreement import agree_on_training
 from .batch_counts import BatchCounts
@@ -20,11 +19,8 @@ from .scheduled_requests import ScheduledRequests
 from .seams import check_attribute
 from .session_borders import SessionBorders
 from .session_progress import TRAINER_COUNTERS, SessionProgress
-from .session_reports import RoundReports, warn_of_few_borders
+from .session_reports import RoundReports, announce_run
 from .trainer_preemption import TrainerPreemption
-
-
-logger = logging.get_logger(__name__)
 
 
 class TrainingSession:
@@ -87,9 +83,7 @@ class TrainingSession:
             self._borders.in_round = True
             # Its last step is the next one, and the others are told before it.
             self._early_end.still_to_arrive = self._progress.steps_left == 1
-        warn_of_few_borders(trainer, config, self.rounds.course.period)
-        samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
-        logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
+        announce_run(trainer, config, mesh.layout.num_groups, self.rounds.course.period)
 
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
@@ -160,7 +154,7 @@ class TrainingSession:
             self._end_epoch(state, control)
         elif event == "on_train_end" and self.in_round and not self.rounds.at_border and not self._early_end.leaving:
             self._early_end.wait_for_border()
-            self._borders.close(state, control)
+            self._borders.close(state, control, log_follows=False)
 
     def act(self, act: Callable[[], None]) -> None:
         """
@@ -196,11 +190,7 @@ class TrainingSession:
             state = self.trainer.state
             self.counts.count_steps(self.rounds, state)
             if not self.rounds.at_border:
-                self._held_requests.hold_back(self.trainer.control)
-                self._early_end.wait_for_border()
-                self._borders.close(state, self.trainer.control)
-                # The call has a log of its own, which would clear the request for Trainer's.
-                self._held_requests.hold_back(self.trainer.control, ("should_log",))
+                self._borders.close_on_demand(state, self.trainer.control)
             self._borders.in_round = False
         try:
             yield
@@ -232,8 +222,8 @@ class TrainingSession:
                 self._borders.close(state, control)
                 return
         if self.rounds.at_border:
-            # Closed on demand in this very step, by a callback that was given the log of a round too: this is the border that
-            # the requests wait for.
+            # Closed on demand in this very step, perhaps by a callback that was given the log of an earlier round: this is the
+            # border that the requests wait for.
             self._borders.stay(control)
         else:
             # What was asked for with that log waits as well.

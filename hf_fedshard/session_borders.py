@@ -76,7 +76,7 @@ class SessionBorders:
         """
         return self.rounds.needs_border or self.scheduled.pending or self.scheduled.is_over(state)
 
-    def close(self, state: TrainerState, control: TrainerControl) -> None:
+    def close(self, state: TrainerState, control: TrainerControl, log_follows: bool = True) -> None:
         """
         The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log. Collective over
         the world.
@@ -86,6 +86,8 @@ class SessionBorders:
                 Trainer's.
             control (`TrainerControl`):
                 Trainer's, in which the requests are met.
+            log_follows (`bool`, defaults to `True`):
+                Whether Trainer logs next, if a log was asked for.
         """
         reports = self.reports
         reports.end_losses(self.rounds)
@@ -96,16 +98,35 @@ class SessionBorders:
         self.scheduled.pending = False
         self.in_round = False
         self.at_border = True
+        # Ahead of the requests: a line of the rounds clears `should_log`, and Trainer's own would be lost.
         for earlier in border.earlier:
-            # Ahead of the requests: such a line clears `should_log`, and Trainer's own would be lost.
             reports.note_round(earlier)
-        self.requests.meet(control, border.votes)
-        self.early_end.end_if_asked(control, border.votes.get(TO_END, False))
         if border.metrics not in [earlier.metrics for earlier in border.earlier]:
             # One line a round: Trainer's own where it is due, else one for the metrics. By the votes, which are the same on
             # all ranks: the lines before may have had a callback ask for a log on one.
             follows = border.votes["should_log"] and state.global_step > self.trainer._globalstep_last_logged
-            reports.note_round(border, logs_follow=follows)
+            reports.note_round(border, logs_follow=log_follows and follows)
+        self.requests.meet(control, border.votes)
+        self.early_end.end_if_asked(control, border.votes.get(TO_END, False))
+
+    def close_on_demand(self, state: TrainerState, control: TrainerControl) -> None:
+        """
+        The border for a call of Trainer's methods inside a round. Collective over the world.
+
+        Args:
+            state (`TrainerState`):
+                Trainer's.
+            control (`TrainerControl`):
+                Trainer's, in which the requests are met; a log waits until the call is over.
+
+        Raises:
+            TrainingPreempted: If the border will not come, since the run ends before its time.
+        """
+        self.requests.hold_back(control)
+        self.early_end.wait_for_border()
+        self.close(state, control, log_follows=False)
+        # The call may log, which would clear the request for Trainer's own line.
+        self.requests.hold_back(control, ("should_log",))
 
     def advance(self, state: TrainerState) -> None:
         """

@@ -146,18 +146,22 @@ class RoundReports:
         return self.trainer._tr_loss.detach().clone()
 
 
-def warn_of_few_borders(trainer: Trainer, config: FederationConfig, period: int) -> None:
+def announce_run(trainer: Trainer, config: FederationConfig, num_groups: int, period: int) -> None:
     """
-    Says at the beginning of a run if its groups will hardly be averaged, on one rank.
+    Says at the beginning of a run how large a step of a group is, and, on one rank, if the groups will hardly be averaged.
 
     Args:
         trainer (`Trainer`):
             The Trainer.
         config ([`FederationConfig`]):
             The settings.
+        num_groups (`int`):
+            How many groups there are.
         period (`int`):
             H of the first round.
     """
+    samples = trainer.get_total_train_batch_size(trainer.args) // num_groups
+    logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
     max_steps = trainer.state.max_steps
     if not trainer.is_world_process_zero():
         return

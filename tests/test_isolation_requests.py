@@ -174,12 +174,13 @@ class NotesLosses(Trainer):
         losses[step] = losses.get(step, 0.0) + float(loss)
         return loss
 
-    def rounds(self) -> tuple[list[int], list[list[float]], list[float]]:
+    def rounds(self) -> tuple[list[int], list[list[float]], list[float], list[int]]:
         """
         Where there was a log of losses; for each round the losses of its steps on this rank, and the mean that the log has of
-        this rank's group.
+        this rank's group; the numbers of the rounds in the log.
         """
         of_steps, said, done = [], [], 0
+        numbers = [row["fedshard/round"] for row in self.state.log_history if "fedshard/round" in row]
         name = f"fedshard/loss/group_{dist.get_rank() // 2}"
         for row in self.state.log_history:
             if row.get("fedshard/steps"):
@@ -187,7 +188,7 @@ class NotesLosses(Trainer):
                 of_steps.append([self.losses[step] for step in steps])
                 said.append(row[name])
                 done += len(steps)
-        return [row["step"] for row in self.state.log_history if "loss" in row], of_steps, said
+        return [row["step"] for row in self.state.log_history if "loss" in row], of_steps, said, numbers
 
 
 def call_directly(folder: str, event: str, step: int, names: tuple[str, ...], **changes: Any) -> Any:
@@ -210,7 +211,7 @@ NAMES = ("evaluate", "predict", "save_model")
     [
         ("on_step_end", 2, NAMES, [2, 4, 1], [2, 6]),
         ("on_step_end", 2, NAMES[1:], [2, 4, 1], [2, 6]),
-        ("on_substep_end", 2, NAMES, [2, 4, 1], [6]),
+        ("on_substep_end", 2, NAMES[1:], [2, 4, 1], [6]),
         ("on_optimizer_step", 2, NAMES, [2, 4, 1], [6]),
         ("on_optimizer_step", 4, NAMES, [4, 3], [4, 7]),  # the first step of a round
     ],
@@ -246,6 +247,7 @@ def test_direct_calls(
         assert evaluated == ([step] if "evaluate" in names else [])
         # Trainer counts its losses from where it has logged last; the rounds count theirs by themselves.
         assert losses[0] == logged
+        assert losses[3] == list(range(1, losses[3][-1] + 1))
         assert [len(of_round) for of_round in losses[1]] == rounds
         for mine, others, said in zip(losses[1], results[rank ^ 1][-1][1], losses[2], strict=True):
             assert said == pytest.approx(sum(mine + others) / (2 * len(mine)), rel=1e-4)
