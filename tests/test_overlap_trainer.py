@@ -13,6 +13,7 @@ from tests.harness.comparison import assert_matches, refer
 from tests.harness.data import ListDataset, token_samples
 from tests.harness.delayed import Delayed
 from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.marks import quick_and_slow
 from tests.harness.pool import WorkerPool
 from tests.harness.timeline import Timeline
 from tests.harness.tiny_trainer import History, forget_meshes, tiny_trainer
@@ -139,7 +140,7 @@ CADENCES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], list[int], 
 }
 
 
-@pytest.mark.parametrize("case", CADENCES)
+@pytest.mark.parametrize("case", quick_and_slow(CADENCES, CADENCES.keys() - {"all stop on the log of a round"}))
 def test_requests_make_full_borders(world4: WorkerPool, case: str, tmp_path: Path) -> None:
     settings, changes, *expected = CADENCES[case]
     settings = {"sync_every": 3, "overlap_steps": 1, **settings}

@@ -233,7 +233,8 @@ STOPS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", quick_and_slow(STOPS, {"inside an epoch"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STOPS)
 def test_the_evaluation_that_is_made_up_for_stops_the_training(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     """Not a round later: the resumed run makes no step."""
     step, end, options = STOPS[case]
