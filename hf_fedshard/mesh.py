@@ -66,6 +66,9 @@ class Peers(Protocol):
     def in_process(self) -> bool:
         """Whether the groups are simulated in one process, where parameters are whole and plain tensors."""
 
+    def wait(self) -> None:
+        """Waits until no other thread of this rank uses the communicators."""
+
 
 class Worker(Protocol):
     """What runs the averagings that are in flight, one after another."""
@@ -153,6 +156,9 @@ class FederationMesh:
     def in_process(self) -> bool:
         """Never: these groups are processes."""
         return False
+
+    def wait(self) -> None:
+        """Nothing to wait for: the thread that trains alone uses these communicators."""
 
     @property
     def device(self) -> torch.device:

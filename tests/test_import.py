@@ -27,6 +27,7 @@ CORE = (
     "mesh",
     "handshake",
     "shards",
+    "tensors",
     "averaging",
     "averaged_tensors",
     "trained_parameters",
