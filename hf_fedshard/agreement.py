@@ -29,7 +29,9 @@ _OF_THE_MACHINE = (
 )
 
 
-def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationConfig) -> None:
+def agree_on_launch(
+    trainer: Trainer, callback_type: type, config: FederationConfig, wrong: ValueError | None = None
+) -> None:
     """
     Checks that a Trainer can be federated, on all ranks alike. Collective over the world.
 
@@ -40,6 +42,8 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
             Class of the callback, to find a second one.
         config ([`FederationConfig`]):
             The settings.
+        wrong (`ValueError`, *optional*):
+            What is wrong with those of this rank, in place of which `config` has defaults.
 
     Raises:
         ValueError: On every rank, if it cannot.
@@ -48,6 +52,8 @@ def agree_on_launch(trainer: Trainer, callback_type: type, config: FederationCon
     state = trainer.accelerator.state
     error = None
     try:
+        if wrong is not None:
+            raise wrong
         _check_trainer(trainer, callback_type)
         _check_given_federation(state.parallelism_config, config)
         layout = layout_for(config, state.num_processes, stated_sizes(state.parallelism_config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,8 @@ class TrainerBinding:
     - `accelerator.gather`, `reduce`, ...: among the group's ranks while a round is running.
     - `callback_handler.call_event`: after all callbacks have spoken, so that whatever any of them asks for inside a
       round waits for the border.
-    - `_maybe_log_save_evaluate`: a stop asked for on some ranks while Trainer logs, evaluates or saves holds for all.
+    - `_maybe_log_save_evaluate`: logs, evaluates and saves one after the other, so that what is asked for on some ranks
+      meanwhile holds for all before the next.
     - `log`: adds the metrics of a round before the reporting callbacks see the logs; what a subclass adds is averaged.
     - `evaluate`, `predict`, `save_model`, `_save_checkpoint`: called directly inside a round, they close it first.
 
@@ -168,7 +170,8 @@ class TrainerBinding:
                 self._logs.average(kwargs["logs"], state.log_history)
             if self.session is not None:
                 self.session.before_event(event)
-            control = original(event, args, state, control, **kwargs)
+            with self._logs.of_callbacks():
+                control = original(event, args, state, control, **kwargs)
             if event == "on_train_begin":
                 self._begin_session()
             elif self.session is not None:
@@ -180,12 +183,13 @@ class TrainerBinding:
         return call_event
 
     def _maybe_log_save_evaluate(self, original: Method) -> Method:
-        def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> Any:
-            with self._logs.of_all_ranks(self.session is not None and not self.session.in_round):
-                result = original(*args, **kwargs)
-            if self.session is not None:
-                self.session.after_border(self.trainer.control)
-            return result
+        def maybe_log_save_evaluate(*args: Any, **kwargs: Any) -> None:
+            act = functools.partial(original, *args, **kwargs)
+            if self.session is None or self.session.in_round:
+                act()  # inside a round nothing is due
+                return
+            with self._logs.of_all_ranks():
+                self.session.act(act)
 
         return maybe_log_save_evaluate
 

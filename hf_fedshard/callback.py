@@ -52,7 +52,8 @@ class FedAvgCallback(TrainerCallback):
 
     Raises:
         TypeError: If there is no such setting.
-        ValueError: If a setting is out of its range or the launch cannot be federated.
+        ValueError: If a setting, or the environment, is out of its range; of several processes on all of them, when the
+            Trainer is made. If the launch is one of FSDP version 1.
 
     Example:
 
@@ -65,7 +66,14 @@ class FedAvgCallback(TrainerCallback):
     """
 
     def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
-        self.config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **settings)
+        self._wrong: ValueError | None = None
+        try:
+            self.config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **settings)
+        except ValueError as error:
+            if environment.launched_world_size() == 1:
+                raise
+            # It may come from the environment of this node alone, and the others would wait: `bind` tells them.
+            self.config, self._wrong = FederationConfig(), error
         if environment.launch_asks_for_fsdp() and environment.launched_fsdp_version() == 1:
             # Here, since on CPU Accelerate would stop at FSDP1 with a message about missing devices.
             raise ValueError(FSDP1_ERROR.format(version=1))
@@ -92,11 +100,17 @@ class FedAvgCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuses to train a Trainer that it was added to too late."""
+        """Refuses to train a Trainer that it is not bound to."""
         if self._bound_to is None:
             raise RuntimeError(
                 "FedAvgCallback was added after its Trainer was made. Pass it as Trainer(callbacks=[...]), or call "
                 "`callback.bind(trainer)` before `trainer.train()`."
+            )
+        if self._bound_to.state is not state:
+            raise RuntimeError(
+                "This FedAvgCallback is bound to another Trainer, the last one that it was given to or bound to, and this "
+                "one would train without it. Make one callback for each Trainer, or call `callback.bind(trainer)` before "
+                "each `trainer.train()`."
             )
 
     def bind(self, trainer: Trainer) -> None:
@@ -114,7 +128,7 @@ class FedAvgCallback(TrainerCallback):
         """
         self._release()
         state = trainer.accelerator.state
-        agree_on_launch(trainer, FedAvgCallback, self.config)
+        agree_on_launch(trainer, FedAvgCallback, self.config, self._wrong)
         layout = layout_for(self.config, state.num_processes, stated_sizes(state.parallelism_config))
         self._bound_to = trainer
         check_seam(Trainer, "_load_callback_state", ())

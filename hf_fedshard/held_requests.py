@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import TrainerControl
 
@@ -31,22 +31,42 @@ class HeldRequests:
         """
         self._pending_flags = set(names)
 
-    def hold_back(self, control: TrainerControl) -> None:
+    def hold_back(self, control: TrainerControl, flags: Sequence[str] = FLAGS) -> None:
         """
-        Takes the requests out of Trainer's hands.
+        Takes requests out of Trainer's hands.
 
         Args:
             control (`TrainerControl`):
                 Trainer's; its flags are cleared.
+            flags (`Sequence[str]`, *optional*):
+                Which of them. Defaults to all.
         """
-        for flag in FLAGS:
+        for flag in flags:
             if getattr(control, flag):
                 self._pending_flags.add(flag)
                 setattr(control, flag, False)
 
-    def drop_epoch_stop(self) -> None:
-        """Told that an epoch begins: the one that was to be stopped is over."""
-        self._pending_flags.discard("should_epoch_stop")
+    def give_back(self, control: TrainerControl) -> None:
+        """
+        Puts what is held back into Trainer's hands again, on this rank.
+
+        Args:
+            control (`TrainerControl`):
+                Trainer's.
+        """
+        for flag in self._pending_flags:
+            setattr(control, flag, True)
+        self._pending_flags.clear()
+
+    def drop(self, flag: str) -> None:
+        """
+        Forgets a request.
+
+        Args:
+            flag (`str`):
+                Its flag.
+        """
+        self._pending_flags.discard(flag)
 
     def votes(self) -> dict[str, bool]:
         """For each flag, whether it is held back on this rank."""

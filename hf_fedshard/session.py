@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState
-from transformers.utils import logging
 
 from .agreement import agree_on_training
 from .batch_counts import BatchCounts
@@ -20,11 +19,8 @@ from .scheduled_requests import ScheduledRequests
 from .seams import check_attribute
 from .session_borders import SessionBorders
 from .session_progress import TRAINER_COUNTERS, SessionProgress
-from .session_reports import RoundReports, warn_of_few_borders
+from .session_reports import RoundReports, announce_run
 from .trainer_preemption import TrainerPreemption
-
-
-logger = logging.get_logger(__name__)
 
 
 class TrainingSession:
@@ -87,9 +83,7 @@ class TrainingSession:
             self._borders.in_round = True
             # Its last step is the next one, and the others are told before it.
             self._early_end.still_to_arrive = self._progress.steps_left == 1
-        warn_of_few_borders(trainer, config, self.rounds.course.period)
-        samples = trainer.get_total_train_batch_size(trainer.args) // mesh.layout.num_groups
-        logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
+        announce_run(trainer, config, mesh.layout.num_groups, self.rounds.course.period)
 
     def end(self) -> None:
         """Gives the rounds up: from here on the guard refuses steps on this model."""
@@ -142,11 +136,12 @@ class TrainingSession:
                 What the event came with; requests in it are held back inside a round.
         """
         self._scheduled.note(event, state)
+        self._borders.hold_withheld(control)
         if event == "on_epoch_begin":
             self.epoch += 1
             self._epoch_is_empty = True
             self._early_end.begin_epoch()
-            self._held_requests.drop_epoch_stop()
+            self._held_requests.drop("should_epoch_stop")  # the epoch that was to be stopped is over
         elif event == "on_step_begin":
             self._begin_step()
         elif event == "on_pre_optimizer_step":
@@ -159,20 +154,22 @@ class TrainingSession:
             self._end_epoch(state, control)
         elif event == "on_train_end" and self.in_round and not self.rounds.at_border and not self._early_end.leaving:
             self._early_end.wait_for_border()
-            self._borders.close(state, control)
+            self._borders.close(state, control, log_follows=False)
 
-    def after_border(self, control: TrainerControl) -> None:
+    def act(self, act: Callable[[], None]) -> None:
         """
-        To be called when Trainer has logged, evaluated and saved what was due: a stop that a callback asked for
-        meanwhile on some ranks holds for all. Collective at a border, without effect inside a round.
+        Where no round is running: has Trainer log, evaluate and save what is due, see [`SessionBorders.act`], and leaves if
+        the run ends here. Collective over the world.
 
         Args:
-            control (`TrainerControl`):
-                Trainer's.
+            act (`Callable[[], None]`):
+                Trainer's part.
+
+        Raises:
+            TrainingPreempted: If the run was told to end before its time.
         """
-        if self._borders.at_border:
-            self._borders.share(control, ("should_training_stop", "should_epoch_stop"))
-            self._early_end.leave_if_due()
+        self._borders.act(act)
+        self._early_end.leave_if_due()
 
     @contextlib.contextmanager
     def border_on_demand(self) -> Iterator[None]:
@@ -193,9 +190,7 @@ class TrainingSession:
             state = self.trainer.state
             self.counts.count_steps(self.rounds, state)
             if not self.rounds.at_border:
-                self._held_requests.hold_back(self.trainer.control)
-                self._early_end.wait_for_border()
-                self._borders.close(state, self.trainer.control)
+                self._borders.close_on_demand(state, self.trainer.control)
             self._borders.in_round = False
         try:
             yield
@@ -211,24 +206,28 @@ class TrainingSession:
         self._borders.in_round = True
         self._early_end.begin_step()
         self.rounds.begin_step()
-        self.reports.begin_losses()
+        self.reports.begin_step()
 
     def _end_step(self, state: TrainerState, control: TrainerControl) -> None:
         self.counts.count_steps(self.rounds, state)
-        self._borders.at_border = self.rounds.at_border
+        if not self.rounds.at_border:
+            self._held_requests.hold_back(control)
+            if self._progress.steps_left <= 0 and self._borders.is_needed(state):
+                # With pre-emption, all groups have said one step ago that they would come.
+                self._borders.close(state, control)
+                return
+            if self.rounds.overlap is not None and not self.rounds.synchronous:
+                self._borders.advance(state)
+            elif self._early_end.after_step(state):
+                self._borders.close(state, control)
+                return
         if self.rounds.at_border:
-            # Closed on demand in this very step: this is the border that the requests wait for.
-            self._borders.in_round = False
-            self._borders.meet_requests(control)
-            return
-        self._held_requests.hold_back(control)
-        if self._progress.steps_left <= 0 and self._borders.is_needed(state):
-            # With pre-emption, all groups have said one step ago that they would come.
-            self._borders.close(state, control)
-        elif self.rounds.overlap is not None and not self.rounds.synchronous:
-            self._borders.advance(state)
-        elif self._early_end.after_step(state):
-            self._borders.close(state, control)
+            # Closed on demand in this very step, perhaps by a callback that was given the log of an earlier round: this is the
+            # border that the requests wait for.
+            self._borders.stay(control)
+        else:
+            # What was asked for with that log waits as well.
+            self._held_requests.hold_back(control)
 
     def _end_epoch(self, state: TrainerState, control: TrainerControl) -> None:
         self._early_end.end_epoch()
@@ -236,16 +235,14 @@ class TrainingSession:
             # Only now is it known of a stream: looking ahead would lose the first example of one that can be read once.
             raise ValueError("The train_dataset is empty: its stream gave no batch. Give it at least one example.")
         if not self.in_round:
-            if self._borders.at_border:
-                self._borders.meet_requests(control)
+            return
+        if self.rounds.at_border:
+            # A callback has made it in this event, or a stream has ended inside an accumulation window: no step was made since
+            # the last border, and it is the same on all ranks.
+            self._borders.stay(control)
             return
         # A stream that gave nothing stops the training, and the last epoch ends it: no other border will come.
         ends_here = self._epoch_is_empty or self.epoch >= state.num_train_epochs
-        if ends_here and self.rounds.at_border:
-            # A stream that ended inside an accumulation window: no step was made since the last border, and it is the
-            # same on all ranks, so there is nothing to average or to agree about.
-            self._borders.in_round = False
-            return
         self._held_requests.hold_back(control)
         self._early_end.leave_at_epoch_end()
         if ends_here:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from transformers import Trainer, TrainerControl, TrainerState
+from transformers.trainer_utils import SaveStrategy
 
 from .early_end import TO_END, EarlyEnd
 from .held_requests import FLAGS, HeldRequests
@@ -13,6 +14,10 @@ from .metrics import exchange_rows
 from .rounds import Rounds
 from .scheduled_requests import ScheduledRequests
 from .session_reports import RoundReports
+
+
+ACTIONS = ("should_log", "should_evaluate", "should_save")
+"""What Trainer does at the end of a step or an epoch, in its order."""
 
 
 class SessionBorders:
@@ -57,6 +62,8 @@ class SessionBorders:
         """Whether a round is running."""
         self.at_border = False
         """Between the end of a round and the next step. Unlike `not in_round`, not before the first step."""
+        self.withheld: tuple[str, ...] = ()
+        """While Trainer does one of its [`ACTIONS`]: the others, which wait for all ranks to hear of them."""
 
     def is_needed(self, state: TrainerState) -> bool:
         """
@@ -69,7 +76,7 @@ class SessionBorders:
         """
         return self.rounds.needs_border or self.scheduled.pending or self.scheduled.is_over(state)
 
-    def close(self, state: TrainerState, control: TrainerControl) -> None:
+    def close(self, state: TrainerState, control: TrainerControl, log_follows: bool = True) -> None:
         """
         The border: averages, takes the union of all ranks' requests, and hands the metrics to Trainer's log. Collective over
         the world.
@@ -79,6 +86,8 @@ class SessionBorders:
                 Trainer's.
             control (`TrainerControl`):
                 Trainer's, in which the requests are met.
+            log_follows (`bool`, defaults to `True`):
+                Whether Trainer logs next, if a log was asked for.
         """
         reports = self.reports
         reports.end_losses(self.rounds)
@@ -89,14 +98,35 @@ class SessionBorders:
         self.scheduled.pending = False
         self.in_round = False
         self.at_border = True
-        self.requests.meet(control, border.votes)
-        self.early_end.end_if_asked(control, border.votes.get(TO_END, False))
+        # Ahead of the requests: a line of the rounds clears `should_log`, and Trainer's own would be lost.
         for earlier in border.earlier:
             reports.note_round(earlier)
         if border.metrics not in [earlier.metrics for earlier in border.earlier]:
-            # One line a round: Trainer's own where it is due, else one for the metrics.
-            follows = control.should_log and state.global_step > self.trainer._globalstep_last_logged
-            reports.note_round(border, logs_follow=follows)
+            # One line a round: Trainer's own where it is due, else one for the metrics. By the votes, which are the same on
+            # all ranks: the lines before may have had a callback ask for a log on one.
+            follows = border.votes["should_log"] and state.global_step > self.trainer._globalstep_last_logged
+            reports.note_round(border, logs_follow=log_follows and follows)
+        self.requests.meet(control, border.votes)
+        self.early_end.end_if_asked(control, border.votes.get(TO_END, False))
+
+    def close_on_demand(self, state: TrainerState, control: TrainerControl) -> None:
+        """
+        The border for a call of Trainer's methods inside a round. Collective over the world.
+
+        Args:
+            state (`TrainerState`):
+                Trainer's.
+            control (`TrainerControl`):
+                Trainer's, in which the requests are met; a log waits until the call is over.
+
+        Raises:
+            TrainingPreempted: If the border will not come, since the run ends before its time.
+        """
+        self.requests.hold_back(control)
+        self.early_end.wait_for_border()
+        self.close(state, control, log_follows=False)
+        # The call may log, which would clear the request for Trainer's own line.
+        self.requests.hold_back(control, ("should_log",))
 
     def advance(self, state: TrainerState) -> None:
         """
@@ -117,29 +147,70 @@ class SessionBorders:
             self.reports.note_tokens(border, state)
             self.reports.note_round(border)
 
-    def meet_requests(self, control: TrainerControl) -> None:
+    def stay(self, control: TrainerControl) -> None:
         """
-        At a border, what was asked for with the event is met at once. Collective over the world.
+        Told at the end of a step or an epoch that the model is at a border already, the same on all ranks: what was asked for
+        is met here. [`~SessionBorders.act`] comes next, and tells all ranks of it.
 
         Args:
             control (`TrainerControl`):
                 Trainer's.
         """
+        self.in_round = False
+        self.at_border = True
+        self.reports.forget_losses()
+        self.requests.give_back(control)
+
+    def act(self, act: Callable[[], None]) -> None:
+        """
+        Where all groups hold one model: has Trainer log, evaluate and save what is due, one after the other. What a callback
+        asks for meanwhile holds for all ranks before the next of them, or one rank would evaluate or save by itself.
+        Collective over the world.
+
+        Args:
+            act (`Callable[[], None]`):
+                Trainer's part: does what the flags of its control say.
+        """
+        trainer = self.trainer
         self.scheduled.pending = False
-        self.share(control, FLAGS)
+        # The log of the round may have come since the ranks have last told each other what they ask for.
+        self._share()
+        if not any(getattr(trainer.control, flag) for flag in ACTIONS):
+            act()  # as at the end of every step: a subclass may do more in it
+            return
+        for flag in ACTIONS:
+            # The same on all ranks, by the exchange before it.
+            if not getattr(trainer.control, flag):
+                continue
+            self.withheld = tuple(other for other in ACTIONS if other != flag)
+            self.hold_withheld(trainer.control)
+            try:
+                act()
+            finally:
+                self.withheld = ()
+            if flag == "should_evaluate" and trainer.args.save_strategy == SaveStrategy.BEST:
+                # Trainer has decided by the metric, and whatever else was asked for does not count.
+                self.requests.drop("should_save")
+            self.requests.give_back(trainer.control)
+            self._share()
 
-    def share(self, control: TrainerControl, flags: Sequence[str]) -> None:
+    def hold_withheld(self, control: TrainerControl) -> None:
         """
-        At a border: what any rank asks for holds for all. Collective over the world.
+        To be called after each event: takes out of Trainer's hands what waits for all ranks to hear of it.
 
         Args:
             control (`TrainerControl`):
                 Trainer's.
-            flags (`Sequence[str]`):
-                Those of its flags that are shared.
         """
-        asked = {flag: bool(getattr(control, flag)) for flag in flags} | self.early_end.requests()
+        self.requests.hold_back(control, self.withheld)
+
+    def _share(self) -> None:
+        """What any rank asks for holds for all. Collective over the world."""
+        control = self.trainer.control
+        # Before the first step there is nothing to be saved for an early end.
+        to_end = self.early_end.requests() if self.at_border else {}
+        asked = {flag: bool(getattr(control, flag)) for flag in FLAGS} | to_end
         rows, _ = exchange_rows({name: float(value) for name, value in asked.items()}, self.mesh)
-        for flag in flags:
+        for flag in FLAGS:
             setattr(control, flag, any(rows[flag]))
         self.early_end.end_if_asked(control, any(rows.get(TO_END, ())))

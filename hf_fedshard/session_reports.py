@@ -36,6 +36,8 @@ class RoundReports:
         self.log_every_rounds = log_every_rounds
         self.last_round: RoundMetrics | None = None
         self._losses_before: torch.Tensor | None = None
+        # `global_step` at which the last step was begun, and the losses up to there.
+        self._begun: tuple[int, torch.Tensor] | None = None
         self._tokens_seen_before = trainer.state.num_input_tokens_seen
         # Of rounds whose averaging is in flight: what this rank took their tokens for.
         self._estimates: list[int] = []
@@ -56,10 +58,20 @@ class RoundReports:
         self._losses_before = state["losses_before"]
         self._tokens_seen_before = state["tokens_seen_before"]
 
+    def begin_step(self) -> None:
+        """Told that a step begins, the first of a round perhaps."""
+        self._begun = None
+        self._begun = (self.trainer.state.global_step, self._losses_of_steps())
+        self.begin_losses()
+
     def begin_losses(self) -> None:
         """Begins to count the losses of a round, unless that has begun."""
         if self._losses_before is None:
-            self._losses_before = self._train_losses()
+            self._losses_before = self._losses_of_steps()
+
+    def forget_losses(self) -> None:
+        """Told at a border that the next round begins with the next step: Trainer may log before it, and count anew."""
+        self._losses_before = self._begun = None
 
     def end_losses(self, rounds: Rounds) -> None:
         """
@@ -70,7 +82,7 @@ class RoundReports:
                 What closes it.
         """
         if self._losses_before is not None and rounds.steps:
-            rounds.add_loss(self._train_losses() - self._losses_before, num_losses=rounds.steps)
+            rounds.add_loss(self._losses_of_steps() - self._losses_before, num_losses=rounds.steps)
         self._losses_before = None
 
     def take_tokens(self, state: TrainerState) -> float:
@@ -124,23 +136,32 @@ class RoundReports:
         logs, self._pending_logs = self._pending_logs, {}
         return logs
 
-    def _train_losses(self) -> torch.Tensor:
-        """Sum of this rank's training losses since Trainer last logged, left on the device."""
+    def _losses_of_steps(self) -> torch.Tensor:
+        """
+        Sum of this rank's training losses since Trainer last logged, left on the device. In the middle of a step without those
+        of the step, which is not counted yet.
+        """
+        if self._begun is not None and self._begun[0] == self.trainer.state.global_step:
+            return self._begun[1]
         return self.trainer._tr_loss.detach().clone()
 
 
-def warn_of_few_borders(trainer: Trainer, config: FederationConfig, period: int) -> None:
+def announce_run(trainer: Trainer, config: FederationConfig, num_groups: int, period: int) -> None:
     """
-    Says at the beginning of a run if its groups will hardly be averaged, on one rank.
+    Says at the beginning of a run how large a step of a group is, and, on one rank, if the groups will hardly be averaged.
 
     Args:
         trainer (`Trainer`):
             The Trainer.
         config ([`FederationConfig`]):
             The settings.
+        num_groups (`int`):
+            How many groups there are.
         period (`int`):
             H of the first round.
     """
+    samples = trainer.get_total_train_batch_size(trainer.args) // num_groups
+    logger.info("  Train batch size of one weight update (a federation group's) = %d", samples)
     max_steps = trainer.state.max_steps
     if not trainer.is_world_process_zero():
         return

@@ -25,19 +25,22 @@ class SubclassLogs:
         self._all_ranks_log = False
 
     @contextlib.contextmanager
-    def of_all_ranks(self, all_ranks_log: bool) -> Iterator[None]:
-        """
-        While Trainer logs, evaluates and saves what is due.
-
-        Args:
-            all_ranks_log (`bool`):
-                Whether a log from here is one of all ranks; inside a round there is none.
-        """
-        self._all_ranks_log = all_ranks_log
+    def of_all_ranks(self) -> Iterator[None]:
+        """While Trainer logs, evaluates and saves what is due: on all ranks, and inside a round never."""
+        self._all_ranks_log = True
         try:
             yield
         finally:
             self._all_ranks_log = False
+
+    @contextlib.contextmanager
+    def of_callbacks(self) -> Iterator[None]:
+        """While callbacks have an event: what they log themselves may be of one rank alone."""
+        held, self._all_ranks_log, self._given_logs = (self._all_ranks_log, self._given_logs), False, None
+        try:
+            yield
+        finally:
+            self._all_ranks_log, self._given_logs = held
 
     @contextlib.contextmanager
     def added_to(self, logs: Mapping[str, Any]) -> Iterator[None]:

@@ -17,11 +17,16 @@ from .group_checkpoint import load_buffers, load_progress
 from .manifest import CheckpointError
 from .parts import IN_PARTS, PART, check_same_run, kind_of, part_name
 from .reshape import describe_reshape
+from .scheduled_requests import epoch_is_whole
 from .shared_errors import together
 from .trainer_seams import Method, TrainerSeams
 
 
 logger = logging.getLogger(__name__)
+
+
+class StoppedBeforeStep(Exception):
+    """The evaluation that a run made up for has ended its training."""
 
 
 class TrainerResuming(TrainerSeams):
@@ -31,6 +36,7 @@ class TrainerResuming(TrainerSeams):
     - `train`: finds the newest checkpoint, and refuses a damaged or a stock one before anything is loaded.
     - `_load_from_checkpoint`, `_load_optimizer_and_scheduler`, `_load_best_model`: read what [`TrainerSaving`] writes.
     - `_load_rng_state`: makes up for an evaluation that a run left out when it was ended before its time.
+    - `_run_epoch`: is left without a step if that evaluation stops the training.
 
     Random states and the position in the data stay Trainer's own: one file a rank, and skipped batches.
 
@@ -49,6 +55,8 @@ class TrainerResuming(TrainerSeams):
         "_load_scaler": ("checkpoint",),
         "_load_best_model": (),
         "_load_rng_state": ("checkpoint",),
+        "_run_epoch": ("model", "epoch", "train_dataloader"),
+        "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch"),
     }
 
     def install(self) -> None:
@@ -61,6 +69,7 @@ class TrainerResuming(TrainerSeams):
         replace(trainer, "_load_optimizer_and_scheduler", lambda original: self._load_state)
         replace(trainer, "_load_best_model", self._load_best_model)
         replace(trainer, "_load_rng_state", self._load_rng_state)
+        replace(trainer, "_run_epoch", self._run_epoch)
 
     def _train(self, original: Method) -> Method:
         def train(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -167,9 +176,35 @@ class TrainerResuming(TrainerSeams):
             self.run.pending_evaluation = False
             trainer = self.trainer
             trainer.control.should_evaluate = True
-            trainer._maybe_log_save_evaluate(
-                trainer._tr_loss, None, trainer.model_wrapped, None, trainer.state.epoch, None, time.time()
-            )
+            self._log_save_evaluate()
             trainer.control.should_evaluate = False
+            if trainer.state.best_global_step == trainer.state.global_step:
+                # Trainer notes it when it saves, which was done before this evaluation.
+                trainer.state.best_model_checkpoint = str(self.run.resumed_from)
+            if trainer.control.should_training_stop:
+                # On all ranks alike. Trainer looks at it after a step, which an uninterrupted run would not have made.
+                raise StoppedBeforeStep
 
         return load_rng_state
+
+    def _run_epoch(self, original: Method) -> Method:
+        def run_epoch(*args: Any, **kwargs: Any) -> None:
+            trainer = self.trainer
+            try:
+                original(*args, **kwargs)
+            except StoppedBeforeStep:
+                # As where Trainer leaves an epoch by itself; a whole one has had its end before the run was ended.
+                if not epoch_is_whole(trainer.state):
+                    trainer.control = trainer.callback_handler.on_epoch_end(
+                        trainer.args, trainer.state, trainer.control
+                    )
+                    self._log_save_evaluate()
+
+        return run_epoch
+
+    def _log_save_evaluate(self) -> None:
+        """As at the end of a step or an epoch. Collective over the world."""
+        trainer = self.trainer
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, None, trainer.model_wrapped, None, trainer.state.epoch, None, time.time()
+        )

@@ -83,6 +83,13 @@ def run_isolated(world: WorkerPool, *args: Any, env: dict[str, str] = FL_FSDP, *
         for what in ("logged", "evaluated", "saved"):
             assert result[what] == results[0][what]
             assert set(result[what]) <= set(result["borders"]), what
+        for what, strategy in (
+            ("logged", "logging_strategy"),
+            ("evaluated", "eval_strategy"),
+            ("saved", "save_strategy"),
+        ):
+            # A callback may have asked where no schedule does.
+            assert kwargs.get(strategy, "no") == "no" or result[what], what
     return results[0]
 
 

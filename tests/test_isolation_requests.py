@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hf_fedshard import FedAvgCallback, export_checkpoint
 from tests.harness.data import ListDataset, token_samples
@@ -85,17 +85,44 @@ def test_stop_in_other_events(world4: WorkerPool, tmp_path: Path, event: str, st
     ask = partial(Ask, "should_training_stop", step, (1,), event=event)
     samples = ListDataset(token_samples(4 * step))
     result = run_isolated(world4, str(tmp_path), samples, max_steps=16, after=(ask,))
-    assert result["steps"] in (step, 8)
-    assert len(result["borders"]) in (1, 2)
+    assert result["borders"] == ([4] if (event, step) == ("on_epoch_end", 4) else [4, 8])
+    assert result["steps"] == result["borders"][-1]
+
+
+@pytest.mark.parametrize("own_line", [False, True], ids=["log of the round", "log of the Trainer"])
+def test_requests_at_a_border(world4: WorkerPool, tmp_path: Path, own_line: bool) -> None:
+    """What a callback asks for on one rank while Trainer logs, evaluates and saves is done by all, before the next of them."""
+    asks = (
+        partial(Ask, "should_save", 2, (1,), event="on_log"),
+        partial(Ask, "should_evaluate", 4, (2,), event="on_log"),
+        partial(Ask, "should_log", 6, (3,), event="on_log"),
+        partial(Ask, "should_evaluate", 8, (0,), event="on_log"),
+        partial(Ask, "should_save", 8, (3,), event="on_evaluate"),
+        partial(Ask, "should_log", 10, (1,)),
+        partial(Ask, "should_evaluate", 10, (1,), event="on_log"),
+        partial(Ask, "should_save", 10, (1,), event="on_prediction_step"),
+        partial(Ask, "should_evaluate", 10, (2,), event="on_save"),  # too late at this border, as ever
+        partial(Ask, "should_log", 12, (0, 1), event="on_save"),
+    )
+    log = {"logging_strategy": "steps", "logging_steps": 2} if own_line else {}
+    result = run_isolated(world4, str(tmp_path), max_steps=12, sync_every=2, eval_samples=6, after=asks, **log)
+    assert result["borders"] == [2, 4, 6, 8, 10, 12]
+    assert result["logged"] == ([2, 4, 6, 8, 10, 12] if own_line else [6, 10])
+    assert result["evaluated"] == [4, 8, 10]
+    assert result["saved"] == [2, 8, 10]
 
 
 @pytest.mark.parametrize("event", ["on_log", "on_evaluate", "on_save"])
 def test_stop_at_a_border(world4: WorkerPool, tmp_path: Path, event: str) -> None:
-    ask = partial(Ask, "should_training_stop", 4, (1,), event=event)
+    asks = (
+        partial(Ask, "should_epoch_stop", 2, (2,), event=event),
+        partial(Ask, "should_training_stop", 4, (1,), event=event),
+    )
     every = {"logging_strategy": "steps", "eval_strategy": "steps", "save_strategy": "steps"}
-    every |= {"logging_steps": 4, "eval_steps": 4, "save_steps": 4, "eval_samples": 6}
-    result = run_isolated(world4, str(tmp_path), max_steps=12, after=(ask,), **every)
-    assert result["steps"] in (4, 8)
+    every |= {"logging_steps": 2, "eval_steps": 2, "save_steps": 2, "eval_samples": 6}
+    result = run_isolated(world4, str(tmp_path), max_steps=8, sync_every=2, after=asks, **every)
+    assert result["borders"] == result["logged"] == result["evaluated"] == result["saved"] == [2, 4]
+    assert result["epoch_ends"] == [2, 4]
 
 
 def test_stop_of_the_epoch(world4: WorkerPool, tmp_path: Path) -> None:
@@ -131,10 +158,37 @@ class CallDirectly(TrainerCallback):
                 if everywhere:
                     dist.all_gather(everywhere, local)
                     self.same.append(torch.equal(everywhere[0], everywhere[2]))
-            if event != "on_step_end":
+            if event not in ("on_step_end", "on_epoch_end"):
                 self.timeline.mark(ROUND)  # the step goes on, and the next round with it
 
         setattr(self, event, call)
+
+
+class NotesLosses(Trainer):
+    """Keeps the loss of each step on this rank, and what each round says of it."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        losses = self.__dict__.setdefault("losses", {})
+        step = self.state.global_step + 1
+        losses[step] = losses.get(step, 0.0) + float(loss)
+        return loss
+
+    def rounds(self) -> tuple[list[int], list[list[float]], list[float], list[int]]:
+        """
+        Where there was a log of losses; for each round the losses of its steps on this rank, and the mean that the log has of
+        this rank's group; the numbers of the rounds in the log.
+        """
+        of_steps, said, done = [], [], 0
+        numbers = [row["fedshard/round"] for row in self.state.log_history if "fedshard/round" in row]
+        name = f"fedshard/loss/group_{dist.get_rank() // 2}"
+        for row in self.state.log_history:
+            if row.get("fedshard/steps"):
+                steps = range(done + 1, done + row["fedshard/steps"] + 1)
+                of_steps.append([self.losses[step] for step in steps])
+                said.append(row[name])
+                done += len(steps)
+        return [row["step"] for row in self.state.log_history if "loss" in row], of_steps, said, numbers
 
 
 def call_directly(folder: str, event: str, step: int, names: tuple[str, ...], **changes: Any) -> Any:
@@ -145,36 +199,67 @@ def call_directly(folder: str, event: str, step: int, names: tuple[str, ...], **
     with caller.timeline.of(trainer):
         trainer.train()
     found = caller.timeline.crossing_inside_rounds()
-    return found, caller.timeline.borders, caller.same, history.evaluated, history.saved
+    losses = trainer.rounds() if isinstance(trainer, NotesLosses) else None
+    return found, caller.timeline.borders, caller.same, history.evaluated, history.saved, losses
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_substep_end", "on_optimizer_step"])
-def test_direct_calls(world4: WorkerPool, tmp_path: Path, event: str) -> None:
-    names = ("evaluate", "predict", "save_model")
+NAMES = ("evaluate", "predict", "save_model")
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "names", "rounds", "logged"),
+    [
+        ("on_step_end", 2, NAMES, [2, 4, 1], [2, 6]),
+        ("on_step_end", 2, NAMES[1:], [2, 4, 1], [2, 6]),
+        ("on_substep_end", 2, NAMES[1:], [2, 4, 1], [6]),
+        ("on_optimizer_step", 2, NAMES, [2, 4, 1], [6]),
+        ("on_optimizer_step", 4, NAMES, [4, 3], [4, 7]),  # the first step of a round
+    ],
+)
+def test_direct_calls(
+    world4: WorkerPool,
+    tmp_path: Path,
+    event: str,
+    step: int,
+    names: tuple[str, ...],
+    rounds: list[int],
+    logged: list[int],
+) -> None:
     results = world4.run(
         call_directly,
         str(tmp_path),
         event,
-        2,
+        step,
         names,
+        trainer_class=NotesLosses,
         max_steps=7,
         gradient_accumulation_steps=2,
+        logging_strategy="steps",
+        logging_steps=2,
         env=FL_FSDP,
         limit_seconds=LIMIT,
     )
-    for found, borders, same, evaluated, _ in results:
+    for rank, (found, borders, same, evaluated, _, losses) in enumerate(results):
         assert not found, found[0]
-        assert borders[0] == 2
+        assert step in borders
         assert borders[-1] == 7
-        assert same == [True] * 3
-        assert evaluated == [2]
+        assert same == [True] * len(names)
+        assert evaluated == ([step] if "evaluate" in names else [])
+        # Trainer counts its losses from where it has logged last; the rounds count theirs by themselves.
+        assert losses[0] == logged
+        assert losses[3] == list(range(1, losses[3][-1] + 1))
+        assert [len(of_round) for of_round in losses[1]] == rounds
+        for mine, others, said in zip(losses[1], results[rank ^ 1][-1][1], losses[2], strict=True):
+            assert said == pytest.approx(sum(mine + others) / (2 * len(mine)), rel=1e-4)
     assert (tmp_path / "direct" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_substep_end"])
+@pytest.mark.parametrize("event", ["on_step_end", "on_substep_end", "on_epoch_end"])
 def test_requests_outlive_a_border_on_demand(world4: WorkerPool, tmp_path: Path, event: str) -> None:
-    # A save was asked for at step 1 by one rank; the border at step 2 comes from a direct call.
+    # A save was asked for at step 1 by one rank; the border at step 2 comes from a direct call, at the end of an epoch perhaps.
     asks = (partial(Ask, "should_save", 1, (3,)), partial(Ask, "should_evaluate", 2, (1,)))
+    if event == "on_epoch_end":
+        asks = (partial(Ask, "should_save", 1, (3,)), partial(Ask, "should_evaluate", 2, (1,), event))
     results = world4.run(
         call_directly,
         str(tmp_path),
@@ -183,15 +268,16 @@ def test_requests_outlive_a_border_on_demand(world4: WorkerPool, tmp_path: Path,
         ("evaluate",),
         max_steps=6,
         gradient_accumulation_steps=2,
+        train_dataset=ListDataset(token_samples(16)),
         after=asks,
         env=FL_FSDP,
         limit_seconds=LIMIT,
     )
-    for found, borders, _, evaluated, saved in results:
+    for found, borders, _, evaluated, saved, _ in results:
         assert not found, found[0]
         # In the middle of a step the call itself is the evaluation asked for before; the save waits for the next border.
-        assert evaluated == ([2, 2] if event == "on_step_end" else [2])
-        assert saved == ([2] if event == "on_step_end" else [6])
+        assert evaluated == ([2] if event == "on_substep_end" else [2, 2])
+        assert saved == ([6] if event == "on_substep_end" else [2])
         assert borders == [2, 6]
 
 
@@ -232,7 +318,7 @@ def test_a_border_in_a_step_that_one_group_skips(world4: WorkerPool, tmp_path: P
         env=FL_FSDP,
         limit_seconds=LIMIT,
     )
-    for found, borders, same, evaluated, _ in results:
+    for found, borders, same, evaluated, *_ in results:
         leaks = [leak for leak in found if SLOW_TIER not in leak]
         assert not leaks, leaks[0]
         assert borders == ([3, 7] if "overlap_steps" in settings else [3, 3, 6, 7])
@@ -256,7 +342,7 @@ def test_a_schedule_that_falls_due_in_a_step_with_a_border(world4: WorkerPool, t
         env=FL_FSDP,
         limit_seconds=LIMIT,
     )
-    for _, borders, _, evaluated, saved in results:
+    for _, borders, _, evaluated, saved, _ in results:
         assert evaluated == [3]
         assert borders == [3, 6, 9, 12, 14]
         assert saved[:3] == [6, 9, 12]
@@ -269,7 +355,7 @@ def test_early_stopping_and_best_model(world4: WorkerPool, tmp_path: Path) -> No
         assert best == results[0][3]
         assert steps < 40
         assert borders[-1] == steps
-        assert set(evaluated) <= set(borders)
+        assert evaluated == borders  # due every 3 steps, in rounds of 4
         assert difference == 0.0
 
 

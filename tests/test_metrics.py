@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 from hf_fedshard import RoundMetrics, Rounds
@@ -183,6 +184,49 @@ def test_one_line_a_round(
         assert seen == {step: [names[kind] for kind in kinds] for step, kinds in expected.items()}
         logged = [(logs["step"], _kinds(logs)) for logs in rank["history"] if "train_runtime" not in logs]
         assert logged == [(step, kind) for step, kinds in seen.items() for kind in kinds]
+
+
+class AddsToLogs(Trainer):
+    """Logs something of its own, as TRL's trainers do."""
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log({**logs, "mine": float(dist.get_rank())}, *args, **kwargs)
+
+
+class LogsAlone(TrainerCallback):
+    """Logs on the main process alone, in every event that comes at a border."""
+
+    trainer: Trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and "alone" not in (logs or {}):
+            self.trainer.log({"alone": 1.0})
+
+    on_log = on_evaluate = on_save = on_epoch_end = on_train_end = on_step_end
+
+
+def _logs_alone(folder: str) -> list[dict[str, Any]]:
+    forget_meshes()
+    callback = LogsAlone()
+    every = {f"{name}_{what}": value for name in ("logging", "eval", "save") for what, value in SCHEDULE.items()}
+    trainer = tiny_trainer(
+        folder, trainer_class=AddsToLogs, after=(callback,), sync_every=3, max_steps=6, eval_samples=4, **every
+    )
+    callback.trainer = trainer
+    trainer.train()
+    return list(trainer.state.log_history)
+
+
+SCHEDULE: dict[str, Any] = {"strategy": "steps", "steps": 3}
+
+
+def test_what_one_rank_logs_is_no_business_of_the_others(world4: WorkerPool, tmp_path: Path) -> None:
+    for rank, history in enumerate(world4.run(_logs_alone, str(tmp_path), env=HSDP, limit_seconds=30)):
+        alone = [row["mine"] for row in history if "alone" in row]
+        # In an epoch of 6 steps: 6 steps, 2 borders with 2 logs, an evaluation and a save, the end twice and its log.
+        assert alone == ([0.0] * 17 if rank == 0 else [])
+        # What all log is of all ranks.
+        assert [row["mine"] for row in history if "loss" in row or "eval_loss" in row] == [1.5] * 4
 
 
 def test_tensorboard(world4: WorkerPool, tmp_path: Path) -> None:

@@ -73,6 +73,23 @@ def test_settings(
     check(errors, "FederationMismatchError", "disagree about the federation", part)
 
 
+def _other_environment(folder: str, name: str, value: str) -> None:
+    with mock.patch.dict(os.environ, {name: value} if _rank() == 1 else {}):
+        tiny_trainer(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("FEDSHARD_SYNC_EVREY", "3", "Unknown environment variable FEDSHARD_SYNC_EVREY. hf_fedshard reads "),
+        ("FEDSHARD_WIRE_FORMAT", "fp8", "wire_format must be one of"),
+    ],
+)
+def test_a_wrong_environment_of_one_rank(world4: WorkerPool, tmp_path: Path, name: str, value: str, part: str) -> None:
+    errors = world4.run_failing(_other_environment, str(tmp_path), name, value, env=HSDP, init_group=False)
+    check(errors, "ValueError", f"On rank 1: {part}")
+
+
 def _other_versions(folder: str) -> None:
     import hf_fedshard.agreement
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from transformers import TrainerCallback
 
 from hf_fedshard import FedAvgCallback
 from tests.harness.comparison import assert_matches, refer
+from tests.harness.data import ListDataset, token_samples
 from tests.harness.delayed import Delayed
 from tests.harness.launch_env import fsdp_launch_env
+from tests.harness.marks import quick_and_slow
 from tests.harness.pool import WorkerPool
 from tests.harness.timeline import Timeline
 from tests.harness.tiny_trainer import History, forget_meshes, tiny_trainer
 from tests.test_checkpoint_resume import assert_resumes
+from tests.test_isolation_requests import Ask
 from tests.test_trainer_equivalence import native, run
 
 
@@ -39,14 +41,6 @@ def test_is_the_reference(world4: WorkerPool, tmp_path: Path) -> None:
     assert [row["step"] for row in logged if "fedshard/overlapped_seconds" in row] == [5, 11, 17]
 
 
-class AsksOnce(TrainerCallback):
-    """Asks for an evaluation, on one rank and at one step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if dist.get_rank() == 3 and state.global_step == 2:
-            control.should_evaluate = True
-
-
 def watched(folder: str, settings: dict[str, Any], after: tuple[Any, ...] = (), **changes: Any) -> dict[str, Any]:
     forget_meshes()
     history = History()
@@ -64,45 +58,103 @@ def watched(folder: str, settings: dict[str, Any], after: tuple[Any, ...] = (), 
         "logged": history.logged,
         "evaluated": history.evaluated,
         "saved": history.saved,
+        "epoch_ends": history.epoch_ends,
+        "steps": trainer.state.global_step,
         "rounds": [row["fedshard/round"] for row in trainer.state.log_history if "fedshard/round" in row],
         "tokens": trainer.state.num_input_tokens_seen,
     }
 
 
-CADENCES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
-    "nobody asks": ({}, {}, [14]),
-    "logging": ({}, {"logging_strategy": "steps", "logging_steps": 4}, [6, 9, 12, 14]),
-    "evaluation": ({}, {"eval_strategy": "steps", "eval_steps": 6, "eval_samples": 8}, [6, 12, 14]),
-    "saving": ({}, {"save_strategy": "steps", "save_steps": 7}, [9, 14]),
-    "epochs": ({}, {"eval_strategy": "epoch", "eval_samples": 8}, [6, 12, 14]),
-    "first step": ({}, {"logging_strategy": "steps", "logging_steps": 100, "logging_first_step": True}, [3, 14]),
+EVALUATION: dict[str, Any] = {"after": (partial(Ask, "should_evaluate", 2, (3,)),), "eval_samples": 8}
+# The log of a round comes where its averaging is taken in, inside the next one.
+EVENT = "on_log"
+# Settings and arguments; the borders, and where there is logged, evaluated and saved.
+CADENCES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int], list[int], list[int], list[int]]] = {
+    "nobody asks": ({}, {}, [14], [], [], []),
+    "logging": ({}, {"logging_strategy": "steps", "logging_steps": 4}, [6, 9, 12, 14], [6, 9, 12], [], []),
+    "logging, outcomes as late as can be": (
+        {"overlap_steps": 3},
+        {"logging_strategy": "steps", "logging_steps": 6},
+        [6, 12, 14],
+        [6, 12],
+        [],
+        [],
+    ),
+    "evaluation": (
+        {},
+        {"eval_strategy": "steps", "eval_steps": 6, "eval_samples": 8},
+        [6, 12, 14],
+        [],
+        [6, 12, 14],
+        [],
+    ),
+    "saving": ({}, {"save_strategy": "steps", "save_steps": 7}, [9, 14], [], [], [9, 14]),
+    "epochs": ({}, {"eval_strategy": "epoch", "eval_samples": 8}, [6, 12, 14], [], [6, 12, 14], []),
+    "first step": (
+        {},
+        {"logging_strategy": "steps", "logging_steps": 100, "logging_first_step": True},
+        [3, 14],
+        [3],
+        [],
+        [],
+    ),
     # Rides on the averaging that starts after step 3, and is known at step 4 or 5.
-    "one rank asks": ({}, {"after": (AsksOnce,), "eval_samples": 8}, [6, 14]),
-    "fragments": (
-        {"num_fragments": 3, "overlap_steps": 2},
-        {"after": (AsksOnce,), "eval_samples": 8},
-        [6, 14],
+    "one rank asks": ({}, EVALUATION, [6, 14], [], [6], []),
+    "fragments": ({"num_fragments": 3, "overlap_steps": 2}, EVALUATION, [6, 14], [], [6], []),
+    # Asked at step 4 it rides on the averaging that starts after step 6.
+    "on the log of a round": (
+        {},
+        {
+            "after": (
+                partial(Ask, "should_log", 4, (1,), EVENT),
+                partial(Ask, "should_evaluate", 4, (2,), EVENT),
+                partial(Ask, "should_save", 4, (3,), EVENT),
+                partial(Ask, "should_epoch_stop", 13, (0,), EVENT),
+            ),
+            "eval_samples": 8,
+        },
+        [9, 14],
+        [9],
+        [9],
+        [9],
+    ),
+    "a stop on the log of a round": (
+        {},
+        {
+            "after": (partial(Ask, "should_training_stop", 4, (1,), EVENT),),
+            "train_dataset": ListDataset(token_samples(56)),
+        },
+        [9],
+        [],
+        [],
+        [],
+    ),
+    "all stop on the log of a round": (
+        {},
+        {"after": (partial(Ask, "should_training_stop", 4, (0, 1, 2, 3), EVENT),)},
+        [9],
+        [],
+        [],
+        [],
     ),
 }
 
 
-@pytest.mark.parametrize("case", CADENCES)
+@pytest.mark.parametrize("case", quick_and_slow(CADENCES, CADENCES.keys() - {"all stop on the log of a round"}))
 def test_requests_make_full_borders(world4: WorkerPool, case: str, tmp_path: Path) -> None:
-    settings, changes, borders = CADENCES[case]
+    settings, changes, *expected = CADENCES[case]
     settings = {"sync_every": 3, "overlap_steps": 1, **settings}
     changes = {"max_steps": 14, "include_num_input_tokens_seen": True, **changes}
     ranks = world4.run(watched, str(tmp_path), settings, env=FL_FSDP, limit_seconds=120, **changes)
+    steps_in_epoch = len(changes.get("train_dataset", range(24))) // 4
     for rank in ranks:
-        assert rank["borders"] == borders
+        assert [rank[what] for what in ("borders", "logged", "evaluated", "saved")] == expected
+        # No epoch is cut short.
+        assert rank["epoch_ends"] == [*range(steps_in_epoch, rank["steps"], steps_in_epoch), rank["steps"]]
         assert not rank["leaks"], rank["leaks"][:2]
         assert rank["beside"], "what is averaged beside the steps must be on the record"
-        for what in ("logged", "evaluated", "saved"):
-            assert rank[what] == ranks[0][what]
-            assert set(rank[what]) <= set(borders)
         assert rank["rounds"] == list(range(1, len(rank["rounds"]) + 1))
         assert rank["tokens"] == ranks[0]["tokens"] > 0
-    if case == "one rank asks":
-        assert ranks[0]["evaluated"] == [6]
 
 
 def test_the_steps_send_what_they_send_anyway(world4: WorkerPool, tmp_path: Path) -> None:

@@ -207,6 +207,50 @@ def test_border(world4: WorkerPool, tmp_path: Path, case: str) -> None:
     assert_same_end(whole, run(world4, tmp_path / "ended", resume=True, seed=7, **options))
 
 
+class StopByEvaluation(TrainerCallback):
+    """Stops the training by what an evaluation has found, on one rank, and asks for a save on another."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= dist.get_rank() == 3
+        control.should_save |= dist.get_rank() == 1
+
+
+class StopEverywhere(TrainerCallback):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+BY_STEPS = {"eval_strategy": "steps", "eval_steps": 4, "sync_every": 4}
+# Told at which step, where the run ends.
+STOPS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "inside an epoch": (3, 4, {"callbacks": (StopByEvaluation,), **BY_STEPS}),
+    "with the epoch": (
+        5,
+        6,
+        {"callbacks": (StopByEvaluation,), "sync_every": 3, "eval_strategy": "epoch", "save_strategy": "epoch"},
+    ),
+    "one group": (4, 4, {"callbacks": (StopEverywhere,), **BY_STEPS, "num_groups": 1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STOPS)
+def test_the_evaluation_that_is_made_up_for_stops_the_training(world4: WorkerPool, tmp_path: Path, case: str) -> None:
+    """Not a round later: the resumed run makes no step."""
+    step, end, options = STOPS[case]
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "max_steps": 8}
+    whole = uninterrupted(world4, tmp_path / "whole", **options)
+    ended = run(world4, tmp_path / "ended", ending=(2, step, {}), grace_seconds=60, **options)
+    assert [result["preempted"]["step"] for result in ended] == [end] * 4
+    for before, after in zip(whole, run(world4, tmp_path / "ended", resume=True, seed=7, **options), strict=True):
+        assert len(before["batches"]) == before["global_step"] == end and not after["batches"]
+        assert not differences(
+            {key: value for key, value in before.items() if key not in OF_A_PROCESS},
+            {key: value for key, value in after.items() if key not in OF_A_PROCESS},
+        )
+        assert after["best"] == f"checkpoint-{end}"
+
+
 @pytest.mark.slow
 def test_the_last_round_comes_to_its_end(world4: WorkerPool, tmp_path: Path) -> None:
     whole = run(world4, tmp_path / "whole", sync_every=4)  # its folder is compared

@@ -221,6 +221,32 @@ def test_one_callback_in_two_trainers(world4: WorkerPool, tmp_path: Path) -> Non
     check(errors, "RuntimeError", "training another Trainer", "one callback for each Trainer")
 
 
+def _one_after_the_other(folder: str) -> None:
+    """Both of its Trainers are made, or it is added to one; only the one that it is bound to trains with it."""
+    callback = FedAvgCallback(num_groups=2, sync_every=2)
+    first, second = (_make(folder, federated=False, after=(callback,), max_steps=2) for _ in range(2))
+    third = _make(folder, federated=False, max_steps=2)
+    third.add_callback(callback)
+    refusal = "bound to another Trainer.*one callback for each Trainer"
+    for trainer in (first, third):  # ahead of the one that it is bound to
+        with pytest.raises(RuntimeError, match=refusal):
+            trainer.train()
+    second.train()
+    for trainer in (first, third):  # and behind it, when Accelerate's state is stock again
+        with pytest.raises(RuntimeError, match=refusal):
+            trainer.train()
+    fourth = _make(folder, federated=False, max_steps=2)
+    fourth.add_callback(callback)
+    callback.bind(fourth)
+    fourth.train()
+    for trainer in (second, fourth):
+        assert [row["fedshard/round"] for row in trainer.state.log_history if "fedshard/round" in row] == [1]
+
+
+def test_one_callback_in_trainers_one_after_the_other(world4: WorkerPool, tmp_path: Path) -> None:
+    world4.run(_one_after_the_other, str(tmp_path), env=HSDP, init_group=False)
+
+
 def _train_without_callback(folder: str) -> None:
     """The federated model of a first Trainer, trained on by a second one that averages nothing."""
     first = _make(folder, max_steps=1)

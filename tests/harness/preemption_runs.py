@@ -146,6 +146,7 @@ def train(
         "losses": {row["step"]: row["loss"] for row in history if "loss" in row},
         "evaluated": {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row},
         "rounds": [row["fedshard/round"] for row in history if "fedshard/round" in row],
+        "best": os.path.basename(trainer.state.best_model_checkpoint or ""),
         "preempted": preempted,
         "train_loss": (history or [{}])[-1].get("train_loss"),
     }
