@@ -25,7 +25,8 @@ class RoundMetrics:
         round (`int`):
             Number of this round, counted from 1.
         steps (`int`):
-            Optimizer steps in it.
+            Optimizer steps in it. 0 of a border that was made where none was counted: it ends no round, and `round` is that of
+            the last one, 0 before the first.
         seconds (`float`):
             Wall time of the round on this rank, its sync included.
         wait_seconds (`float`):

@@ -195,6 +195,8 @@ class Rounds(AdvancingRounds):
         there is no outer step. Nor is there one of what has made its step in this round, beside the steps, or in a round
         without a step: see [`ModelAverager.average`].
 
+        Where no step was counted since the last border this makes a border and no round: `round` and the period stay.
+
         Args:
             votes (`Mapping[str, bool]`, *optional*):
                 Requests of this rank, under the same names on all ranks.
@@ -234,7 +236,7 @@ class Rounds(AdvancingRounds):
             rows,
             self.peers,
             outcome,
-            round=self.round + 1,
+            round=self._number,
             steps=self.steps,
             seconds=self._tally.seconds(),
             wait_seconds=waited + wait_seconds,
@@ -249,6 +251,12 @@ class Rounds(AdvancingRounds):
             self._restart_round()
             self.course.begin()
             return earlier[-1].with_border(metrics, *asked.answers(rows), tuple(earlier[:-1]))
+        if not self.steps:
+            # Nothing was counted, also where a step was begun, which belongs to the round that follows: a border, and no round.
+            # The same on all ranks: their rows have been compared.
+            self._restart_round()
+            self.course.begin()
+            return Border(beside.add_to(metrics), *asked.answers(rows), tuple(earlier))
         slowest = max(rows["seconds"]) / group_size
         # A group alone, the others left out after a fault or without weight, is at no distance from itself.
         drift = metrics.drift if sum(weight > 0 for weight in metrics.weights) > 1 else None
@@ -279,9 +287,17 @@ class Rounds(AdvancingRounds):
         """Whether an optimizer steps parameters that this object averages."""
         return any(id(param) in self._parameter_ids for group in optimizer.param_groups for param in group["params"])
 
+    @property
+    def _number(self) -> int:
+        """Of the round that ends now; of the last one if no step was counted since."""
+        return self.round + (self.steps > 0)
+
     def _close_alone(self, asked: Asked) -> Border:
         """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
-        metrics = metrics_alone(self._tally, self.round + 1, self.steps, self.mesh.layout.group_size)
-        self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
-        self._next_round()
+        metrics = metrics_alone(self._tally, self._number, self.steps, self.mesh.layout.group_size)
+        if self.steps:
+            self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
+            self._next_round()
+        else:
+            self._restart_round()
         return Border(metrics, dict(asked.votes), dict(asked.sums))

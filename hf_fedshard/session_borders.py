@@ -93,7 +93,8 @@ class SessionBorders:
         self.early_end.end_if_asked(control, border.votes.get(TO_END, False))
         for earlier in border.earlier:
             reports.note_round(earlier)
-        if border.metrics not in [earlier.metrics for earlier in border.earlier]:
+        # Where the first step of a round was begun and not counted, the border belongs to no round, and there is nothing to log.
+        if border.metrics.steps and border.metrics not in [earlier.metrics for earlier in border.earlier]:
             # One line a round: Trainer's own where it is due, else one for the metrics.
             follows = control.should_log and state.global_step > self.trainer._globalstep_last_logged
             reports.note_round(border, logs_follow=follows)
