@@ -287,6 +287,11 @@ class Rounds(AdvancingRounds):
         """Whether an optimizer steps parameters that this object averages."""
         return any(id(param) in self._parameter_ids for group in optimizer.param_groups for param in group["params"])
 
+    def is_about(self, model: nn.Module) -> bool:
+        """Whether this object averages a model: it, a part of it, or what is wrapped around it."""
+        own = set(self.model.modules())
+        return any(module in own for module in model.modules())
+
     @property
     def _number(self) -> int:
         """Of the round that ends now; of the last one if no step was counted since."""
