@@ -197,11 +197,15 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         if mesh.layout.num_groups > 1:
             ops = GroupOps(mesh.group, mesh.layout.num_groups)
 
+            def in_round() -> bool:
+                return not rounds.synchronous and not rounds.at_border
+
             def inside() -> bool:
                 # At a border an evaluation is for the world; the step that comes next is the group's.
-                return not rounds.synchronous and (model.training or not rounds.at_border)
+                return in_round() or (not rounds.synchronous and model.training)
 
-            in_group = keep_in_group(accelerator, ops, inside)
+            # No step waits for everyone: at a border that is asked for where all are to see what one of them has written.
+            in_group = keep_in_group(accelerator, ops, inside, waits_inside=in_round)
             rounds.when_finished(in_group.undo)
             rounds.when_finished(tie_to_rounds(accelerator, rounds).undo)
         return rounds
