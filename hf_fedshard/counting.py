@@ -51,12 +51,15 @@ class RoundCounter:
         """How much of the data counts as new for the weights, where a group repeats its own: see [`OwnData`]."""
         self.border_seconds = 0.0
         """How long an averaging takes: the last one, and before the first of this process a bound from the broadcast."""
+        self.clock_is_set = False
+        """Whether [`~RoundCounter.begin_step`] was called since the last border."""
         self._tally = Tally()
 
     def begin_step(self) -> None:
         """
         Restarts the clock of a round if it has no step yet, so that an evaluation at the border does not count. Optional.
         """
+        self.clock_is_set = True
         if self.at_border:
             self._tally.started = time.perf_counter()
 
@@ -256,4 +259,5 @@ class RoundCounter:
         self.num_optimizer_steps = 0
         self.num_skipped_steps = 0.0
         self._begun = False
+        self.clock_is_set = False
         self._tally = Tally()

@@ -40,12 +40,9 @@ def tie_to_rounds(accelerator: Accelerator, rounds: Rounds) -> Patches:
     Raises:
         UpstreamChangedError: If a method is not as expected.
     """
-    begun = -1
 
     def start_clock(*args: Any, **kwargs: Any) -> None:
-        nonlocal begun
-        if begun != rounds.round:  # once, also where a step has several micro-batches
-            begun = rounds.round
+        if not rounds.clock_is_set:  # once, also where a step has several micro-batches
             rounds.begin_step()
 
     def check_model(model: Any, *args: Any, **kwargs: Any) -> None:
