@@ -166,7 +166,7 @@ def resume_outer_state(folder: Path, averager: ModelAverager, place: Place) -> N
     error: Exception | None = None
     try:
         load_outer_state(folder, averager, place)
-    except CheckpointError as problem:
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = problem
     together("Resuming", error)
 
