@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -25,6 +25,7 @@ from .loop_seams import tie_to_rounds
 from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
+from .settings import PluginSettings
 from .shards import reshard
 from .versions import versions
 
@@ -66,14 +67,17 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     ```
     """
 
-    def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Unpack[PluginSettings]
+    ) -> None:
         inherited = {item.name for item in dataclasses.fields(FullyShardedDataParallelPlugin)}
-        own = {name: value for name, value in settings.items() if name not in inherited}
+        own: dict[str, Any] = {name: value for name, value in settings.items() if name not in inherited}
         self.federation_config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **own)
         self._parallelism_config: FederatedParallelismConfig | None = None
         self._own_data: list[OwnData] = []
         self._models: LoopModels | None = None
-        super().__init__(**{name: value for name, value in settings.items() if name in inherited})
+        others: dict[str, Any] = {name: value for name, value in settings.items() if name in inherited}
+        super().__init__(**others)
 
     def __post_init__(self) -> None:
         stated = vars(self)
