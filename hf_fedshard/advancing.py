@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from .closing import Border
+from .border import Border
 from .counting import RoundCounter
 from .flights import RoundSums, Span
 from .periods import MeasuredRound

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .mesh import Peers
 from .metrics import exchange_rows
+from .peers import Peers
 
 
 # Which of an optimizer's betas each of its moments decays by. The step of these depends on nothing else that counts.

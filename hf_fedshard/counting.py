@@ -12,9 +12,9 @@ from . import guard
 from .averaging import ModelAverager
 from .config import FederationConfig
 from .course import Course
-from .mesh import Peers
 from .metrics import Tally
 from .overlap import OverlappedAveraging
+from .peers import Peers
 
 
 class RoundCounter:

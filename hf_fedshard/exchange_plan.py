@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .collectives import Group
-from .mesh import Peers
+from .peers import Peers
 from .shards import accumulation_dtype
 from .wire import Codec, find_codec
 

@@ -14,7 +14,8 @@ from .collectives import all_reduce
 from .config import FederationConfig
 from .handshake import FederationMismatchError, agree
 from .lora import check_adapters
-from .mesh import FederationMesh, Peers
+from .mesh import FederationMesh
+from .peers import Peers
 from .selection import Selection
 from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
 

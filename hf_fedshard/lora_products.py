@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from .collectives import broadcast
-from .mesh import Peers
 from .metrics import exchange_rows
+from .peers import Peers
 from .shards import as_sharded
 
 

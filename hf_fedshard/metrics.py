@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from .collectives import all_reduce
-from .mesh import Peers
+from .peers import Peers
 
 
 LOG_PREFIX = "fedshard/"
 MAX_LOGGED_GROUPS = 16
+
+Rows: TypeAlias = Mapping[str, list[float]]
+"""What the ranks said, by name: the sums over the ranks of group 0, 1, ...."""
 
 
 @dataclass(frozen=True)

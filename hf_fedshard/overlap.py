@@ -22,13 +22,13 @@ import torch
 
 from .anchors import SharedAnchors, anchors_differ
 from .averaging import ModelAverager
-from .closing import Asked, Border
+from .border import Asked, Border
 from .config import FederationConfig
 from .flights import Flight, Landed, RoundSums, Span
 from .fragment_windows import FragmentWindows
 from .fragments import divide, starts, trained_sizes
-from .mesh import OverlapPeers
 from .overlapped_exchange import FoundByAll, exchange_snapshot
+from .peers import OverlapPeers
 from .shards import reshard_modules
 from .snapshots import Snapshots
 

@@ -12,16 +12,18 @@ from . import guard
 from .advancing import AdvancingRounds
 from .anchors import SharedAnchors
 from .averaging import ModelAverager
-from .closing import Asked, Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
+from .border import Asked, Border
+from .closing import check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
 from .config import FederationConfig
 from .course import Course
 from .held import Held
 from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
-from .mesh import FederationMesh, OverlapPeers, Peers
-from .metrics import RoundMetrics, exchange_rows
+from .mesh import FederationMesh
+from .metrics import RoundMetrics, Rows, exchange_rows
 from .outcome import Outcome
 from .overlap import OverlappedAveraging
+from .peers import OverlapPeers, Peers
 from .periods import MeasuredRound
 from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard

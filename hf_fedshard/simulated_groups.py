@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .config import FederationConfig
-from .mesh import OverlapPeers
+from .peers import OverlapPeers
 from .rounds import Rounds
 from .simulated_gradients import SimulatedGradients
 from .simulated_peers import SimulatedPeers
