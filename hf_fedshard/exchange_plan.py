@@ -89,11 +89,6 @@ class ExchangePlan:
         peers = self.slow.size()
         return 2 * sum(self._slice_bytes(bucket) for bucket in self.buckets) * (peers - 1) // peers
 
-    def fast_bytes(self) -> int:
-        """Bytes this rank sends inside its group in one averaging: a ring all-gather of N bytes among R ranks sends
-        N(R-1)/R from each."""
-        return sum(self._slice_bytes(bucket) for bucket in self.buckets) * (self.num_slices - 1)
-
     def _slice_bytes(self, bucket: Bucket) -> int:
         numel = bucket.numel // self.num_slices
         if self.codec is None:
