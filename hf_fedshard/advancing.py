@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 
 from .border import Border
-from .counting import RoundCounter
 from .flights import RoundSums, Span
 from .periods import MeasuredRound
+from .round_state import ResumableRounds
 
 
-class AdvancingRounds(RoundCounter):
+class AdvancingRounds(ResumableRounds):
     """The part of [`Rounds`] that averages beside the steps. Without `overlap_steps` it does nothing."""
 
     @property
