@@ -86,8 +86,11 @@ def check_rows(rows: Rows, held: Held, round: int) -> None:
             "of batches."
         )
     if len({_whole(digest) for digest in rows["plan"]}) > 1:
+        names = list(held.shards)
+        own = f"{len(names)} parameters, {names[0]} to {names[-1]}" if names else "no parameter"
         raise FederationMismatchError(
-            "The groups train different parameters: requires_grad was changed in some groups only."
+            "The groups train different parameters: requires_grad was changed in some groups only. This rank's group averages "
+            f"{own}. Freeze and unfreeze on all ranks after the same step."
         )
     if any(rows["problems"]):
         raise ValueError(" ".join(held.problems) or "Another rank cannot average its model; its error says why.")
@@ -196,11 +199,29 @@ def make_metrics(
     )
 
 
-def metrics_alone(tally: Tally, round: int, steps: int, group_size: int) -> RoundMetrics:
+def row_alone(tally: Tally) -> dict[str, float]:
+    """
+    What a rank tells the others where there is one group, as in [`make_row`].
+
+    Args:
+        tally ([`Tally`]):
+            What it has counted.
+    """
+    return {
+        "seconds": tally.seconds(),
+        "all_tokens": float(tally.tokens),
+        "loss_sum": float(tally.loss_sum),
+        "num_losses": tally.num_losses,
+    }
+
+
+def metrics_alone(rows: Rows, tally: Tally, round: int, steps: int, group_size: int) -> RoundMetrics:
     """
     The metrics of a round with one group: plain FSDP or HSDP.
 
     Args:
+        rows (`Mapping[str, list[float]]`):
+            Of the group: sums of what [`row_alone`] says.
         tally ([`Tally`]):
             What this rank has counted.
         round (`int`):
@@ -210,17 +231,16 @@ def metrics_alone(tally: Tally, round: int, steps: int, group_size: int) -> Roun
         group_size (`int`):
             Ranks of the group.
     """
-    seconds = tally.seconds()
     return RoundMetrics(
         round=round,
         steps=steps,
-        seconds=seconds,
+        seconds=tally.seconds(),
         wait_seconds=0.0,
         sync_seconds=0.0,
         bytes_sent=0,
         drift=0.0,
-        losses=ratios([float(tally.loss_sum)], [tally.num_losses], otherwise=float("nan")),
-        tokens_per_second=ratios([tally.tokens * group_size], [seconds], otherwise=0.0),
+        losses=ratios(rows["loss_sum"], rows["num_losses"], otherwise=float("nan")),
+        tokens_per_second=ratios(rows["all_tokens"], [total / group_size for total in rows["seconds"]], otherwise=0.0),
     )
 
 

@@ -237,7 +237,8 @@ class OverlappedAveraging:
 
     def discard(self) -> None:
         """
-        Waits for what is in flight and forgets it: the model was replaced. Collective over the world.
+        Waits for what is in flight and forgets it: the model was replaced. On all ranks, as what was started on all is to end;
+        this thread takes part in no collective.
 
         Raises:
             Exception: What an exchange has failed with on this rank alone: its communicators are out of step with the others'.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -13,7 +15,7 @@ from .advancing import AdvancingRounds
 from .anchors import SharedAnchors
 from .averaging import ModelAverager
 from .border import Asked, Border
-from .closing import check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
+from .closing import check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree, row_alone
 from .config import FederationConfig
 from .course import Course
 from .held import Held
@@ -29,6 +31,9 @@ from .proximal import ProximalTerm
 from .shards import drop_stale_state, reshard
 from .weights import group_weights
 from .wire_bytes import warn_of_padding
+
+
+logger = logging.getLogger(__name__)
 
 
 class Rounds(AdvancingRounds):
@@ -58,13 +63,14 @@ class Rounds(AdvancingRounds):
 
     Raises:
         FederationMismatchError: If ranks hold different parameters or settings.
-        ValueError: If the model cannot be federated, see [`check_trainable_parameters`].
+        ValueError: If the model cannot be federated, see [`check_trainable_parameters`], or the mesh has no communicators for
+            `overlap_steps` or `slow_backend`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        mesh: Peers,
+        mesh: FederationMesh,
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
         one_model: bool = True,
@@ -78,9 +84,9 @@ class Rounds(AdvancingRounds):
         self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a" and mesh.layout.num_groups > 1:  # one group is plain training
             self.when_finished(freeze_first_factors(model, self.optimizers))
-        tier = self._slow_tier()
+        tier = self._slow_tier(mesh)
         self.peers: Peers = mesh if tier is None else tier
-        self._begin(one_model)
+        self._begin(mesh, one_model)
         self.averager = ModelAverager(model, self.peers, config, self.optimizers)
         self._anchors = SharedAnchors(self.averager)
         self._parameter_ids = {id(param) for param in model.parameters()}
@@ -100,25 +106,26 @@ class Rounds(AdvancingRounds):
             self.when_finished(term.remove)
         guard.attach(self)
 
-    def _slow_tier(self) -> OverlapPeers | None:
+    def _slow_tier(self, mesh: FederationMesh) -> OverlapPeers | None:
         """The communicators that the settings ask for: a mesh may have some that were made for another federation."""
-        config, mesh = self.config, self.mesh
-        assert isinstance(mesh, FederationMesh)
-        if mesh.layout.num_groups == 1 or (not config.overlap_steps and config.slow_backend is None):
+        overlap_steps, slow_backend = self.config.overlap_steps, self.config.slow_backend
+        if mesh.layout.num_groups == 1 or (not overlap_steps and slow_backend is None):
             return None
-        tier = mesh.find_slow_tier(config.slow_backend)
-        assert tier is not None, (
-            "these settings need build_federation_mesh(..., with_slow_tier=True, slow_backend=...)"
-        )
+        tier = mesh.find_slow_tier(slow_backend)
+        if tier is None:
+            raise ValueError(
+                f"overlap_steps={overlap_steps} and slow_backend={slow_backend!r} average on communicators of their own, which "
+                "this mesh was built without. Build it with build_federation_mesh(..., with_slow_tier=True, slow_backend="
+                f"{slow_backend!r}), or give it to add_slow_tier."
+            )
         return tier
 
-    def _begin(self, one_model: bool) -> None:
+    def _begin(self, mesh: FederationMesh, one_model: bool) -> None:
         """Makes sure that all groups plan the same and, if they are to, hold one model. Collective over the world."""
-        assert isinstance(self.mesh, FederationMesh)
-        agree_on_model(self.model, self.optimizers, self.mesh, self.config)
-        if self.mesh.layout.num_groups > 1 and one_model:
+        agree_on_model(self.model, self.optimizers, mesh, self.config)
+        if mesh.layout.num_groups > 1 and one_model:
             started = time.perf_counter()
-            broadcast_initial_state(self.model, self.mesh)
+            broadcast_initial_state(self.model, mesh)
             # The model has crossed the slow link once, and the proof that it arrived has waited for the device. An averaging
             # sends up to twice as much, with both moments of the optimizer three times that.
             factor = 2 if self.config.inner_moments == "keep" else 6
@@ -153,11 +160,23 @@ class Rounds(AdvancingRounds):
         Ends the federation: averages the last round even if it is short. Collective; call it on every rank, before the
         model is evaluated for the last time or saved.
 
+        While an exception is on its way, in a `finally` say, it averages nothing and waits for nobody: the other ranks may never
+        come. A line in the log says so, since each group then keeps a model of its own.
+
         Returns:
             [`RoundMetrics`] or `None`: The metrics of the last round, in their `earlier` those of a round that was in flight;
             `None` if the model was at a border already.
         """
-        metrics = None if self.at_border else self.close().report()
+        metrics, error = None, sys.exception()
+        if error is not None and not self.at_border:
+            logger.error(
+                "fedavg.finish() was called while %s is on its way or being handled, %d steps into a round: the groups were not "
+                "averaged. If all ranks have come here, call it behind the `except` block.",
+                type(error).__name__,
+                self.steps,
+            )
+        elif not self.at_border:
+            metrics = self.close().report()
         self.release()
         return metrics
 
@@ -300,11 +319,15 @@ class Rounds(AdvancingRounds):
         return self.round + (self.steps > 0)
 
     def _close_alone(self, asked: Asked) -> Border:
-        """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
-        metrics = metrics_alone(self._tally, self._number, self.steps, self.mesh.layout.group_size)
+        """
+        One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched. Collective over the world, for
+        what its ranks ask of each other and have counted.
+        """
+        rows, _ = exchange_rows(row_alone(self._tally) | asked.row(), self.peers)
+        metrics = metrics_alone(rows, self._tally, self._number, self.steps, self.mesh.layout.group_size)
         if self.steps:
             self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
             self._next_round()
         else:
             self._restart_round()
-        return Border(metrics, dict(asked.votes), dict(asked.sums))
+        return Border(metrics, *asked.answers(rows))

@@ -17,11 +17,11 @@ from .simulated_peers import SimulatedPeers
 class _SimulatedRounds(Rounds):
     """Rounds of a group that was copied from the others, so that nothing has to be agreed upon."""
 
-    def _begin(self, one_model: bool) -> None:
+    def _begin(self, mesh: Any, one_model: bool) -> None:
         pass
 
-    def _slow_tier(self) -> OverlapPeers:
-        peers: Any = self.mesh
+    def _slow_tier(self, mesh: Any) -> OverlapPeers:
+        peers: OverlapPeers = mesh
         return peers
 
 
