@@ -15,7 +15,7 @@ DEMO_OUTPUT := runs/demo
 DEMO_MAX_PERPLEXITY := 250
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all quality style clean
+.PHONY: help venv demo test test-all quality style clean clean-runs
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -49,6 +49,9 @@ style: $(STAMP) ## Rewrite the code in the project's format
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
-clean: ## Remove the virtual environment, caches and run outputs
-	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache
+clean: ## Remove the virtual environment, builds and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-runs: ## Remove runs: all models, checkpoints and measurements that were made here
+	rm -rf runs

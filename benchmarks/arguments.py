@@ -12,7 +12,7 @@ from .variants import RATES, SHAPES, VARIANTS, choose
 from .workload import Workload
 
 
-PARTS = ("turns", "learning", "memory", "own_time", "report")
+PARTS = ("turns", "learning", "memory", "own_time", "saving", "report")
 PLAIN_RATE = 0
 DESCRIPTION = """
 Measures on a two-tier network, and writes tables, JSON and plots:
@@ -48,7 +48,13 @@ def make_parser() -> argparse.ArgumentParser:
         default=4.0,
         help="Length of a turn of DDP, FSDP2 and HSDP. Default: %(default)s.",
     )
-    add("--learning_steps", type=int, default=128, help="Steps of FSDP2 in the learning part. Default: %(default)s.")
+    add(
+        "--learning_steps",
+        type=int,
+        default=128,
+        help="Steps of FSDP2 in the learning part, a multiple of --eval_every. The groups make twice as many, since a step of "
+        "theirs has half of the tokens. Default: %(default)s.",
+    )
     add(
         "--learning_seeds",
         type=int,
@@ -61,7 +67,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="List the variants and whether they are available, and end.")
     group = parser.add_argument_group("workload", "What is trained.")
     for item in fields(Workload):
-        group.add_argument(f"--{item.name}", type=type(item.default), default=item.default, help="%(default)s")
+        group.add_argument(
+            f"--{item.name}", type=type(item.default), default=item.default, help="Default: %(default)s."
+        )
     return parser
 
 
@@ -85,6 +93,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--turn_seconds is positive, got {args.turn_seconds}.")
     if args.eval_every % args.sync_every:
         parser.error(f"--eval_every={args.eval_every} is no multiple of --sync_every={args.sync_every}: not a border.")
+    if args.learning_steps % args.eval_every:
+        parser.error(
+            f"--learning_steps={args.learning_steps} is no multiple of --eval_every={args.eval_every}: the last steps would "
+            "not be evaluated."
+        )
     for rate in args.rates:
         if rate < 1:
             parser.error(f"--rates are Mbit/s of at least 1, got {rate}.")

@@ -36,6 +36,7 @@ def content_of(results: Results) -> dict[str, Any]:
         "learning": learning_rows(results),
         "curves": [asdict(curve) for curve in results.curves.values()],
         "own_time": {way: _as_dict(spread(shares)) for way, shares in results.own_time.items()},
+        "saving": results.saving,
         "unavailable": results.unavailable,
         "failures": results.failures,
     }

@@ -33,7 +33,7 @@ class Records:
 
         Args:
             part (`str`):
-                `"turns"`, `"learning"`, `"memory"` or `"own_time"`.
+                `"turns"`, `"learning"`, `"memory"`, `"own_time"` or `"saving"`.
             record (`dict[str, Any]`):
                 Fit for JSON.
         """

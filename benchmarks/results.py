@@ -43,6 +43,9 @@ class Results:
         self.sessions = records.read("sessions")
         self.memory = {(row["shape"], row["variant"]): row["peak_bytes"] for row in records.read("memory")}
         self.own_time = {row["way"]: row["shares"] for row in records.read("own_time")}
+        self.saving: dict[str, list[list[float]]] = {
+            way: [save for row in records.read("saving") for save in row[way]] for way in ("ours", "stock")
+        }
         self.failures = {row["variant"]: row["problem"].strip().splitlines()[-1] for row in records.read("failures")}
         self.unavailable = {row["variant"]: row["reason"] for row in records.read("unavailable")}
         measured = {turn["variant"] for turn in self.turns}
@@ -99,6 +102,11 @@ class Results:
         round_tokens = self.step_tokens(shape) * self.workload.sync_every
         bound = blocking_bound(ceiling.median, round_tokens, sent, rate)
         return share.median * ceiling.median / bound
+
+    def saving_ratio(self) -> Spread | None:
+        """Seconds that a byte of our checkpoints takes, over those of the save of Accelerate's right before each."""
+        a_byte = {way: [seconds / num_bytes for seconds, num_bytes in saves] for way, saves in self.saving.items()}
+        return spread(ours / stock for ours, stock in zip(a_byte["ours"], a_byte["stock"], strict=True))
 
     def seconds_to_loss(self, rate: int, variant: str, loss: float, shape: str = "2x2") -> float | None:
         """When a variant comes down to a loss at a rate: steps of its curve, at its measured speed."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
+from .commands import command
 from .tables import figure, table, with_error, with_spread
-
-
-COMMAND = "python -m benchmarks.two_tier --output_dir runs/benchmark"
 
 
 def about(content: dict[str, Any]) -> str:
@@ -31,29 +28,30 @@ def about(content: dict[str, Any]) -> str:
     return " ".join(lines)
 
 
-def targets_table(rows: Sequence[dict[str, Any]]) -> str:
+def targets_table(content: dict[str, Any]) -> str:
     """The targets with what was measured."""
     lines = []
-    for row in rows:
+    for row in content["targets"]:
         sign, unit = (">=" if row["at_least"] else "<="), {"%": " %", "x": "x"}.get(row["unit"], "")
         digits = 3 if row["limit"] < 2 else 1
         reached = {None: "not resolvable with these runs", True: "reached", False: "**missed**"}[row["reached"]]
-        command = f"`{COMMAND} {row['options']}`"
         value = "-" if row["value"] is None else f"{row['value']:.{digits}f}{unit}"
         if row["value"] is None:
             reached = "not measured"
         elif row["error"] is not None:
             value = f"{row['value']:.{digits}f} ± {row['error']:.{digits}f}{unit}"
-        lines.append([row["what"], f"{sign} {row['limit']:g}{unit}", value, reached, row["variant"] or "-", command])
+        again = f"`{command(content, row['options'])}`"
+        lines.append([row["what"], f"{sign} {row['limit']:g}{unit}", value, reached, row["variant"] or "-", again])
     return table(["what", "target", "measured", "", "variant", "command"], lines)
 
 
-def throughput_table(block: dict[str, Any]) -> str:
+def throughput_table(content: dict[str, Any], block: dict[str, Any]) -> str:
     """One shape and rate. How long steps stood still is told where it was measured."""
     lines = []
+    where = f"--rates {block['rate']}" if block["rate"] else "--plain"
+    again = command(content, f"--parts turns memory report --shapes {block['shape']} {where}")
     stood = any(row.get("standstill_seconds") for row in block["rows"])
     for row in block["rows"]:
-        rate = f" --rates {block['rate']}" if block["rate"] else " --plain"
         lines.append(
             [
                 row["label"],
@@ -65,7 +63,7 @@ def throughput_table(block: dict[str, Any]) -> str:
                 *([with_spread(row.get("standstill_seconds"), 3)] if stood else []),
                 figure(row["wire_seconds"], 2),
                 figure(row["peak_bytes"], 0, 1e-6),
-                f"`{COMMAND} --shapes {block['shape']}{rate} --variants {row['variant']}`",
+                f"`{again} --variants {row['variant']}`",
             ]
         )
     head = [
@@ -88,7 +86,7 @@ def throughput(content: dict[str, Any]) -> str:
     parts = []
     for block in content["blocks"]:
         ranks = block["shape"].replace("x", " nodes x ") + " ranks"
-        parts.append(f"### {ranks}, {block['rate'] or 'no'} Mbit/s\n\n{throughput_table(block)}")
+        parts.append(f"### {ranks}, {block['rate'] or 'no'} Mbit/s\n\n{throughput_table(content, block)}")
     return "\n\n".join(parts)
 
 
@@ -143,7 +141,7 @@ def sections(content: dict[str, Any]) -> dict[str, str]:
     """
     return {
         "about": about(content),
-        "targets": targets_table(content["targets"]),
+        "targets": targets_table(content),
         "throughput": throughput(content),
         "learning": learning(content),
         "missing": missing(content),

@@ -69,7 +69,7 @@ class Target:
         measure (`Callable[[Results], Measured | None]`):
             Finds the figure; `None` where it was not measured.
         options (`str`):
-            Of the command that measures it.
+            Of the command that measures it: parts, and shape and rate of turns. The report adds those of the runs.
     """
 
     what: str
@@ -172,6 +172,15 @@ def _own_time(way: str) -> Callable[[Results], Measured | None]:
     return measure
 
 
+def _saving(results: Results) -> Measured | None:
+    ratio = results.saving_ratio()
+    if ratio is None:
+        return None
+    (seconds, num_bytes), (_, stock_bytes) = (min(results.saving[way]) for way in ("ours", "stock"))
+    how = f"{num_bytes / 1e6:.0f} MB in {seconds:.2f} s; Accelerate's {stock_bytes / 1e6:.0f} MB"
+    return Measured(ratio.median, how)
+
+
 _AT_50 = "--parts turns report --shapes 2x2 --rates 50"
 _LEARNING = "--parts turns learning report --shapes 2x2 --rates 50"
 TARGETS = (
@@ -230,7 +239,7 @@ TARGETS = (
         False,
         "%",
         _excess_loss("int8_overlap"),
-        "--parts learning report --learning_seeds 3",
+        "--parts learning report",
     ),
     Target(
         "int4, overlapped: evaluation loss of the groups' mean model above fp32, blocking, after equal steps",
@@ -238,10 +247,18 @@ TARGETS = (
         False,
         "%",
         _excess_loss("int4_overlap"),
-        "--parts learning report --learning_seeds 3",
+        "--parts learning report",
     ),
     Target("own time inside a round, Trainer", 0.5, False, "%", _own_time("Trainer"), "--parts own_time report"),
     Target("own time inside a round, loop", 0.5, False, "%", _own_time("loop"), "--parts own_time report"),
+    Target(
+        "saving a checkpoint of 2 groups: seconds a byte / those of Accelerate's own saving",
+        1.2,
+        False,
+        "x",
+        _saving,
+        "--parts saving report",
+    ),
     Target("against accelerate LocalSGD, 50 Mbit/s", 1, True, "x", _ratio("2x2", "local_sgd"), _AT_50),
     Target("against torchft LocalSGD, 50 Mbit/s", 1, True, "x", _ratio("2x2", "torchft_local_sgd"), _AT_50),
     Target("against torchft DiLoCo, 50 Mbit/s", 1, True, "x", _ratio("2x2", "torchft_diloco"), _AT_50),

@@ -19,13 +19,11 @@ from .arguments import PARTS, parse_arguments
 from .launcher import run_side_by_side, run_world
 from .network import NUM_NODES, TwoTierNetwork
 from .records import Records
-from .variants import CEILING, RATES, SHAPES, VARIANTS, choose, unavailable
+from .variants import CEILING, LEARNING, RATES, SHAPES, VARIANTS, choose, unavailable
 from .workload import ROOT, Workload
 
 
-LEARNING = {"fsdp": 1, "fp32": 2, "int8": 2, "int4": 2, "fp32_overlap": 2, "int8_overlap": 2, "int4_overlap": 2}
-"""Variants of the learning part, and how often they make `--learning_steps`: a group's step has half of the tokens."""
-OWN_TIME_CONFIG = ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
+LAUNCH_FILE = ROOT / "accelerate_configs" / "cpu_fl_fsdp_4proc.yaml"
 
 
 class Benchmark:
@@ -82,7 +80,7 @@ class Benchmark:
         names = []
         # A plain run stands for no rate; it takes what the slowest one has.
         for variant in choose(self.args.variants, shape, rate or min(RATES)):
-            reason = unavailable(variant)
+            reason = unavailable(variant, self.workload.sync_every)
             if reason is None:
                 names.append(variant.name)
             else:
@@ -124,15 +122,15 @@ class Benchmark:
                     self._run_world(self._job("turns", shape, blocks, network), network)
 
     def _learning(self) -> None:
-        done = {(record["seed"], record["variant"]) for record in self.records.learning_runs()}
+        done = {(run["seed"], run["variant"], tuple(run["steps"])) for run in self.records.learning_runs()}
         chosen = [name for name in self._variants("2x2", 0) if name in LEARNING]
         seeds = range(self.workload.seed, self.workload.seed + self.args.learning_seeds)
         # Seed by seed: what a run that is broken off leaves can be compared.
         runs = [
-            (seed, name, LEARNING[name] * self.args.learning_steps)
+            (seed, name, num_steps)
             for seed in seeds
             for name in chosen
-            if (seed, name) not in done
+            if (seed, name, self._evaluated_steps(num_steps := LEARNING[name] * self.args.learning_steps)) not in done
         ]
         if not runs:
             return
@@ -140,6 +138,10 @@ class Benchmark:
         job["learning_runs"] = runs
         # No slow link: the loss after a step depends on none.
         self._run_world(job, None)
+
+    def _evaluated_steps(self, num_steps: int) -> tuple[int, ...]:
+        """The steps after which a run of the learning part is evaluated, as its record has them."""
+        return tuple(range(0, num_steps + 1, self.args.eval_every))
 
     def _memory(self) -> None:
         done = {(record["shape"], record["variant"]) for record in self.records.read("memory")}
@@ -156,9 +158,22 @@ class Benchmark:
             file = self.folder / "job_own_time.json"
             job = {"way": way, "folder": str(self.folder), "session": self.session, "workload": asdict(self.workload)}
             file.write_text(json.dumps(job))
-            launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(OWN_TIME_CONFIG)]
-            command = [*launch, "--main_process_port", "0", "-m", "benchmarks.own_time", str(file)]
-            run_side_by_side([(command, {})], self._log("own_time"))
+            self._launch("own_time", file)
+
+    def _saving(self) -> None:
+        if self.records.read("saving"):
+            return
+        file = self.folder / "job_saving.json"
+        job = {"folder": str(self.folder), "session": self.session, "workload": asdict(self.workload)}
+        file.write_text(json.dumps(job))
+        # Full state dicts, the file's, would be gathered and written by one rank.
+        self._launch("saving", file, "--fsdp_state_dict_type", "SHARDED_STATE_DICT")
+
+    def _launch(self, part: str, job: Path, *options: str) -> None:
+        """Runs the module of a part on the processes of a launch file, as users start theirs."""
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_FILE), *options]
+        command = [*launch, "--main_process_port", "0", "-m", f"benchmarks.{part}", str(job)]
+        run_side_by_side([(command, {})], self._log(part))
 
     def _log(self, part: str) -> Path:
         return self.folder / f"{part}.log"

@@ -85,15 +85,20 @@ VARIANTS = {
     )
 }
 
+LEARNING = {"fsdp": 1, "fp32": 2, "int8": 2, "int4": 2, "fp32_overlap": 2, "int8_overlap": 2, "int4_overlap": 2}
+"""Variants of the learning part, and how often they make `--learning_steps`: a group's step has half of the tokens."""
 
-def unavailable(variant: Variant) -> str | None:
+
+def unavailable(variant: Variant, sync_every: int = 8) -> str | None:
     """
     Args:
         variant ([`Variant`]):
             A variant.
+        sync_every (`int`, *optional*, defaults to 8):
+            H, which some settings do not go with.
 
     Returns:
-        `str` or `None`: Why it cannot be measured with what is installed.
+        `str` or `None`: Why it cannot be measured with what is installed, in rounds of this length.
     """
     if variant.kind.startswith("torchft") and importlib.util.find_spec("torchft") is None:
         return "torchft is not installed (pip install torchft)"
@@ -105,7 +110,7 @@ def unavailable(variant: Variant) -> str | None:
     if unknown:
         return f"this version of hf_fedshard has no setting {', '.join(unknown)}"
     try:
-        FederationConfig(num_groups=2, **variant.settings)
+        FederationConfig(**{"num_groups": 2, "sync_every": sync_every, **variant.settings})
     except ValueError as error:
         return f"this version of hf_fedshard refuses it: {error}"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from .border import Border
 from .flights import RoundSums, Span
@@ -13,6 +13,11 @@ from .round_state import ResumableRounds
 
 class AdvancingRounds(ResumableRounds):
     """The part of [`Rounds`] that averages beside the steps. Without `overlap_steps` it does nothing."""
+
+    @property
+    def fragments(self) -> Sequence[Collection[str] | None]:
+        """Names of the parameters of each part that is averaged by itself; `None` stands for all."""
+        return [None] if self.overlap is None else self.overlap.fragments
 
     @property
     def needs_border(self) -> bool:
@@ -99,8 +104,7 @@ class AdvancingRounds(ResumableRounds):
             return None
         border, drift = landed
         if self.config.sync_every == "drift":
-            # A group alone, the others left out after a fault or without weight, is at no distance from itself.
-            known = drift if sum(weight > 0 for weight in border.metrics.weights) > 1 else None
+            known = None if border.metrics.known_drift is None else drift
             self.course.end(MeasuredRound(border.metrics.steps, 0.0, 0.0, known), agreed=True)
         return border
 
@@ -109,8 +113,8 @@ class AdvancingRounds(ResumableRounds):
         Takes in all that is in flight, in the order in which it was started, which is the same on all ranks.
 
         Returns:
-            `tuple[list[Border], bool, RoundSums]`: What rounds came to by it, whether all groups hold one model then, and what
-            fragments of the round that is running came to.
+            `tuple[list[Border], bool, RoundSums]`: What rounds came to by it, whether that is a full border (all groups hold one
+            model, and anchors that do not differ), and what fragments of the round that is running came to.
         """
         overlap = self.overlap
         if overlap is None:
@@ -120,5 +124,7 @@ class AdvancingRounds(ResumableRounds):
         borders = []
         while overlap.in_flight:
             borders.append(self._take_in(untouched))
+        # What was in flight is the model, but says nothing of anchors that differ: an ordinary border makes them one.
+        is_border = is_border and not overlap.anchors_differ
         beside = overlap.begin_anew()
         return [border for border in borders if border is not None], is_border, beside

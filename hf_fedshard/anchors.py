@@ -61,6 +61,7 @@ class SharedAnchors:
     def row(self) -> dict[str, torch.Tensor | float]:
         """
         What a rank says of its anchors. Without communication, and without waiting for a device: the checksum stays on it.
+        Plain averaging with anchors in host memory (`offload_outer_state`) is waited for.
 
         Returns:
             `dict[str, torch.Tensor | float]`: A checksum, as a scalar in float64, and the bytes that this rank would send to
@@ -69,24 +70,30 @@ class SharedAnchors:
         averager = self.averager
         if not averager.outer.keeps_anchors or averager.mesh.in_process:
             return {}
-        # Anchors may lie in host memory: as for a step, one after the other is brought to where the parameters are.
-        placed = checksum(averager.outer.anchors, next(averager.model.parameters()).device)[1]
+        # Anchors may lie in host memory: as for a step, one after the other is brought to where the parameters are. What an
+        # outer step writes to them comes from there too, and so behind these copies; averages that are taken as they are may
+        # have been formed in host memory, and be written at once.
+        device, waits = next(averager.model.parameters()).device, averager.outer.optimizer is None
+        placed = checksum(averager.outer.anchors, device, non_blocking=not waits)[1]
         return {_CHECKSUM: placed.remainder(_MODULUS).double(), _BYTES: float(self._plan().slow_bytes())}
 
-    def unify(self, rows: Rows, round: int) -> None:
+    def unify(self, rows: Rows, round: int) -> int:
         """
         Takes group 0's anchors where those of any group differ, before differences to them are formed. Collective over the
         world if they do, which all ranks know from the rows: a sum in which the other groups have no weight.
 
         Args:
             rows (`Mapping[str, list[float]]`):
-                Of all groups. What is sent is added to their `slow_bytes`.
+                Of all groups.
             round (`int`):
                 Number of the round, counted from 1.
+
+        Returns:
+            `int`: Bytes that the ranks of this group have sent to other groups for it.
         """
         if not anchors_differ(rows):
-            return
-        mesh, sent = self.averager.mesh, rows[_BYTES][self.averager.mesh.group_index]
+            return 0
+        mesh, sent = self.averager.mesh, int(rows[_BYTES][self.averager.mesh.group_index])
         if mesh.is_main and not self._has_warned:
             logger.warning(
                 "The federation groups have stepped to models that differ in their bits by the end of round %d: their hardware "
@@ -100,7 +107,7 @@ class SharedAnchors:
         weight = float(mesh.group_index == 0)
         with torch.no_grad():
             run_exchange(self._plan(), self.averager.outer.anchors, mesh.device, weight, total_weight=1.0)
-        rows["slow_bytes"][:] = [a + b for a, b in zip(rows["slow_bytes"], rows[_BYTES], strict=True)]
+        return sent
 
     def _plan(self) -> ExchangePlan:
         return self.averager.tensors.plan("anchors", self.averager.outer.anchors)

@@ -28,7 +28,7 @@ class Apart:
         self.memory = memory
         self.names: set[str] = set()
         """Of those that are apart. The same on all ranks."""
-        self.rests: dict[str, torch.Tensor] = {}
+        self.remainders: dict[str, torch.Tensor] = {}
         """What was rounded off, by name, the same bits in all groups; nothing of parameters in fp32 or more."""
 
     def leave(self, name: str, mean: torch.Tensor, shard: torch.Tensor | None) -> None:
@@ -45,12 +45,12 @@ class Apart:
         """
         self.names.add(name)
         self.complete(name, mean)
-        self.rests.pop(name, None)
+        self.remainders.pop(name, None)
         if shard is None or shard is mean:
             return
         shard.copy_(mean)
         if shard.dtype != mean.dtype:
-            self.rests[name] = self.memory.copy(mean.sub_(shard), shard.device, shard.dtype)
+            self.remainders[name] = self.memory.copy(mean.sub_(shard), shard.device, shard.dtype)
 
     def complete(self, name: str, mean: torch.Tensor) -> None:
         """
@@ -62,8 +62,8 @@ class Apart:
             mean (`torch.Tensor`):
                 The average, written in place. On any device.
         """
-        if name in self.rests:
-            mean.add_(self.rests[name].to(mean.device))
+        if name in self.remainders:
+            mean.add_(self.remainders[name].to(mean.device))
 
     def rejoin(self, names: Iterable[str]) -> None:
         """
@@ -75,9 +75,9 @@ class Apart:
         """
         for name in names:
             self.names.discard(name)
-            self.rests.pop(name, None)
+            self.remainders.pop(name, None)
 
     def clear(self) -> None:
         """All are at their anchor."""
         self.names.clear()
-        self.rests.clear()
+        self.remainders.clear()

@@ -18,7 +18,8 @@ from .inner_moments import InnerMoments
 from .lora import product_pairs
 from .outer import OuterLoop
 from .peers import Peers
-from .shards import accumulation_dtype, all_finite, persistent_buffers, reshard, shards_of
+from .shards import persistent_buffers, reshard, shards_of
+from .tensors import accumulation_dtype, all_finite
 from .trained_parameters import Survey, TrainedParameters
 from .wire import find_codec
 

@@ -26,7 +26,6 @@ from .peers import Peers
 from .residuals import Residuals
 from .selection import Selection
 from .shards import reshard
-from .slow_tier import SlowTier
 from .trained_parameters import TrainedParameters
 
 
@@ -92,8 +91,7 @@ class ModelAverager:
 
         All ranks start the same exchanges ahead of this, so each of them ends without anything that follows it here.
         """
-        if isinstance(self.mesh, SlowTier):
-            self.mesh.worker.wait()
+        self.mesh.wait()
 
     def average(
         self,
@@ -221,9 +219,9 @@ class ModelAverager:
             [`Outcome`]: What it came to.
         """
         if found.step:
-            rate = self.outer.step(held.means, held.shards, found.pseudo_gradient_norm, last, found.turn)
+            rate = self.outer.step(held.means, held.shards, held.dtypes, found.pseudo_gradient_norm, last, found.turn)
         else:
-            rate = self.outer.take(held.means, held.shards)
+            rate = self.outer.take(held.means, held.shards, held.dtypes)
         self.moments.settle(excluded, found.with_moments, names)
         norm = None if rate is None else found.pseudo_gradient_norm
         return Outcome(found.drift, found.weights, found.with_moments, norm, rate, found.lora_error)
@@ -248,7 +246,7 @@ class ModelAverager:
         with torch.no_grad():
             weight = float(self.mesh.group_index not in excluded)
             self._average_buffers(held, weight, float(self.mesh.layout.num_groups - len(excluded)))
-        self.outer.take(held.shards, held.shards)
+        self.outer.take(held.shards, held.shards, held.dtypes)
         # What was owed is of a model that has been trained without it since.
         self.residuals.reset()
         self.leave_out_frozen()

@@ -40,7 +40,8 @@ def make_row(
         seconds (`float`):
             Time of the round, waiting for other groups left aside.
         bytes_sent (`int`):
-            Bytes to other groups, moments left aside.
+            Bytes to other groups, moments left aside, and what follows from the rows: after synchronous steps it is not known
+            yet whether the parameters travel, so what they take has a place of its own.
         group_size (`int`):
             Ranks of a group: what all of them say alike is divided among them.
     """
@@ -52,6 +53,7 @@ def make_row(
         "not_finite": float(not held.finite),
         "problems": len(held.problems),
         "slow_bytes": bytes_sent,
+        "parameter_bytes": held.parameter_bytes(),
         "moment_bytes": held.slow_bytes("moments"),
         "seconds": seconds,
         "all_tokens": float(tally.tokens),
@@ -148,6 +150,7 @@ def make_metrics(
     sync_seconds: float,
     period: int | None,
     synchronous: bool,
+    bytes_besides: int = 0,
 ) -> RoundMetrics:
     """
     The metrics of a round, from what all groups said and what its averaging came to.
@@ -173,6 +176,8 @@ def make_metrics(
             The same.
         synchronous (`bool`):
             The same.
+        bytes_besides (`int`, defaults to `0`):
+            Bytes that the group has sent for the averaging beside what the rows say.
     """
     moment_bytes = int(rows["moment_bytes"][mesh.group_index]) if outcome.with_moments else 0
     return RoundMetrics(
@@ -181,7 +186,7 @@ def make_metrics(
         seconds=seconds,
         wait_seconds=wait_seconds,
         sync_seconds=sync_seconds,
-        bytes_sent=int(rows["slow_bytes"][mesh.group_index]) + moment_bytes,
+        bytes_sent=int(rows["slow_bytes"][mesh.group_index]) + moment_bytes + bytes_besides,
         drift=outcome.drift,
         losses=ratios(rows["loss_sum"], rows["num_losses"], otherwise=float("nan")),
         # Each rank adds its seconds to the row, so their sum over the group is `group_size` times the group's.

@@ -161,6 +161,24 @@ def broadcast(tensor: torch.Tensor, group: Group, group_src: int = 0) -> None:
         dist.broadcast(tensor, group_src=group_src, group=group)
 
 
+def broadcast_from_first(tensor: torch.Tensor, fed: Group, group: Group) -> None:
+    """
+    Replaces a tensor by that of the first rank of group 0, on all ranks. Collective over the world: over the groups by the first
+    rank of each alone, so that the slow tier carries it once, then inside each group.
+
+    Args:
+        tensor (`torch.Tensor`):
+            Written in place.
+        fed (`ProcessGroup` or [`InMemoryGroup`]):
+            The ranks that stand where this one does in every group.
+        group (`ProcessGroup` or [`InMemoryGroup`]):
+            All ranks of this rank's group.
+    """
+    if group.rank() == 0:
+        broadcast(tensor, fed)
+    broadcast(tensor, group)
+
+
 def all_gather(whole: torch.Tensor, part: torch.Tensor, group: Group) -> None:
     """
     Puts the parts of all peers together.

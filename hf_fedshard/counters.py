@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .metrics import exchange_rows
 from .peers import Peers
+from .shards import local_part
 
 
 # Which of an optimizer's betas each of its moments decays by. The step of these depends on nothing else that counts.
@@ -132,8 +132,7 @@ def settle_counters(
         for key, beta in (counter.betas or {}).items():
             reached = sum(weight * (1 - beta**count) for weight, count in zip(weights, of, strict=True)) / sum(weights)
             if key in counter.state and reached:
-                moment = counter.state[key].detach()
-                (moment.to_local() if isinstance(moment, DTensor) else moment).mul_((1 - beta**last) / reached)
+                local_part(counter.state[key]).mul_((1 - beta**last) / reached)
         if isinstance(counter.state["step"], torch.Tensor):
             counter.state["step"].fill_(last)
         else:

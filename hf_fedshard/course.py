@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .collectives import broadcast
+from .collectives import broadcast_from_first
 from .config import FederationConfig
 from .initial import hold_the_same_bits
 from .measured_periods import make_periods
@@ -120,9 +120,7 @@ class Course:
         self.periods.after_round(found)
         if measured and not agreed:
             chosen = torch.tensor(self.period, dtype=torch.int64, device=self.mesh.device)
-            # Inside each group from its first rank, then from group 0: all get rank 0's.
-            broadcast(chosen, self.mesh.group)
-            broadcast(chosen, self.mesh.fed)
+            broadcast_from_first(chosen, self.mesh.fed, self.mesh.group)
             self.periods.current = int(chosen)
         if self.periods.news and self.mesh.is_main:
             logger.info(self.periods.news)
@@ -149,7 +147,8 @@ class Course:
 
     def slow_bytes(self, of_averaging: int) -> int:
         """
-        Bytes that this rank sends to other groups in the round that ends.
+        Bytes that this rank sends to other groups in the round that ends. After synchronous steps without the averaging, as
+        long as these hold one model: see [`~Course.holds_one_model`].
 
         Args:
             of_averaging (`int`):

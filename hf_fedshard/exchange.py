@@ -15,7 +15,7 @@ import torch
 from .collectives import Pending, all_gather, all_reduce, broadcast, start_all_reduce
 from .exchange_plan import Bucket, ExchangePlan
 from .peers import Peers
-from .shards import accumulation_dtype, from_wire, to_wire
+from .tensors import accumulation_dtype, from_wire, to_wire
 
 
 @dataclass

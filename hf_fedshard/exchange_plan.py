@@ -12,7 +12,7 @@ import torch
 
 from .collectives import Group
 from .peers import Peers
-from .shards import accumulation_dtype
+from .tensors import accumulation_dtype
 from .wire import Codec, find_codec
 
 

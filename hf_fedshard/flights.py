@@ -146,17 +146,22 @@ class RoundSums:
 
     def add_to(self, metrics: RoundMetrics) -> RoundMetrics:
         """
-        What the round has sent, and how long its steps stood still, where a border ends it before its last fragment has had
-        its turn: the border's part, and that of the fragments before it.
+        What the round has sent, how long its steps stood still, and the norm of its pseudo-gradient, where a border ends it
+        before its last fragment has had its turn: the border's part, and that of the fragments before it.
+
+        The drift stays that of the border, where the groups become one model: what fragments had at their turns is drift that is
+        over, and the border has measured them again.
 
         Args:
             metrics ([`RoundMetrics`]):
                 What the border has measured.
         """
+        norm = metrics.pseudo_gradient_norm
         return dataclasses.replace(
             metrics,
             sync_seconds=metrics.sync_seconds + self.sync_seconds,
             bytes_sent=metrics.bytes_sent + self.bytes_sent,
+            pseudo_gradient_norm=None if norm is None else (norm**2 + self.squared_gradient) ** 0.5,
         )
 
     def metrics(self, flight: Flight, landed: Landed, outcome: Outcome, mesh: Peers) -> RoundMetrics:

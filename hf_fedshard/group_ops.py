@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 
 from .seams import Patches, check_seams
-from .shards import to_wire
+from .tensors import to_wire
 
 
 ACCELERATOR_SEAMS = {

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import all_reduce
+from .collectives import all_reduce, broadcast_from_first
 from .config import FederationConfig
 from .handshake import FederationMismatchError, agree
 from .lora import check_adapters
 from .mesh import FederationMesh
 from .peers import Peers
 from .selection import Selection
-from .shards import check_trainable_parameters, from_wire, local_shards, replicated_tensors, reshard, to_wire
+from .shards import check_trainable_parameters, local_shards, replicated_tensors, reshard
+from .tensors import from_wire, to_wire
 
 
 # Bytes that are checksummed at once: small tensors together, large ones in parts. Whole words.
@@ -136,9 +137,7 @@ def broadcast_initial_state(model: nn.Module, mesh: FederationMesh) -> None:
     whole = replicated_tensors(model)
     for tensor in whole.values():
         wire = to_wire(tensor, mesh.device)
-        if mesh.group.rank() == 0:
-            dist.broadcast(wire, group_src=0, group=mesh.fed)
-        dist.broadcast(wire, group_src=0, group=mesh.group)
+        broadcast_from_first(wire, mesh.fed, mesh.group)
         from_wire(tensor, wire)
     verify_one_model(shards, whole, mesh)
 
@@ -196,7 +195,7 @@ def _differences(shards: Mapping[str, torch.Tensor], whole: Mapping[str, torch.T
     return int(differing)
 
 
-def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device, non_blocking: bool = False) -> torch.Tensor:
     """
     A checksum of all bits, without communication.
 
@@ -205,6 +204,8 @@ def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch
             In an order that is the same wherever checksums are compared.
         device (`torch.device`):
             Where it is computed; tensors elsewhere are copied there one after the other.
+        non_blocking (`bool`, defaults to `False`):
+            Whether copies from pinned host memory are not waited for. The host must not write to it until the checksum is read.
 
     Returns:
         `torch.Tensor`: Two int64 on the device, not waited for: the sum of all words of 8 bytes, and their sum weighted by
@@ -213,7 +214,7 @@ def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch
     plain = torch.zeros((), dtype=torch.int64, device=device)
     placed = torch.zeros((), dtype=torch.int64, device=device)
     position = 0
-    for words in _words(tensors.values(), device):
+    for words in _words(tensors.values(), device, non_blocking):
         places = torch.arange(position, position + words.numel(), device=device)
         plain += words.sum()
         placed += (words * (2 * places + 1)).sum()
@@ -221,12 +222,12 @@ def checksum(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch
     return torch.stack([plain, placed])
 
 
-def _words(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+def _words(tensors: Iterable[torch.Tensor], device: torch.device, non_blocking: bool) -> Iterator[torch.Tensor]:
     """All bytes as words of 8, chunk by chunk. A model has many small tensors: each by itself would be a dozen kernels."""
     waiting: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:
-        for part in to_wire(tensor, device).reshape(-1).view(torch.uint8).split(_CHECKSUM_CHUNK):
+        for part in to_wire(tensor, device, non_blocking).reshape(-1).view(torch.uint8).split(_CHECKSUM_CHUNK):
             if num_bytes + part.numel() > _CHECKSUM_CHUNK:
                 yield _as_words(waiting)
                 waiting, num_bytes = [], 0

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from .collectives import broadcast
+from .collectives import broadcast_from_first
+from .initial import checksum
 from .metrics import exchange_rows
 from .peers import Peers
 from .shards import as_sharded
@@ -125,19 +126,19 @@ def average_products(
         return _refactor_pair(pair, tables, parameters, weights)
 
     parts: dict[str, torch.Tensor] = {}
-    checksum, worst = torch.zeros((), dtype=torch.int64, device=mesh.device), 0.0
+    bits, worst = torch.zeros((), dtype=torch.int64, device=mesh.device), 0.0
     for pair in pairs:
         *found, error = refactored(pair)
         worst = max(worst, error)
         for name, value in zip(pair, found, strict=True):
-            checksum = 31 * checksum + _checksum(value).to(mesh.device)
+            bits = 31 * bits + checksum({name: value}, value.device)[1].to(mesh.device)
             parts[name] = _part(value, parameters[name])
-    alike, worst = _compare_with_first(checksum, worst, mesh)
+    alike, worst = _compare_with_first(bits, worst, mesh)
     if not alike:  # the same on all ranks
         for pair in pairs:
             for name, value in zip(pair, refactored(pair)[:2], strict=True):
                 wire = value.to(mesh.device).contiguous()
-                _take_first(wire, mesh)
+                broadcast_from_first(wire, mesh.fed, mesh.group)
                 parts[name] = _part(wire.to(value.device), parameters[name])
     drift, norm = _take_parts(parts, shards, copies, counts=bool(weights[mesh.group_index]))
     return drift, norm, worst
@@ -170,14 +171,14 @@ def _refactor_pair(
     return refactor(first, second, [weight / sum(weights) for weight in weights if weight])
 
 
-def _compare_with_first(checksum: torch.Tensor, error: float, mesh: Peers) -> tuple[bool, float]:
+def _compare_with_first(bits: torch.Tensor, error: float, mesh: Peers) -> tuple[bool, float]:
     """
     Whether all ranks have computed the same, and rank 0's error. Collective over the world: what rank 0 has, then the small
     exchange of who has found anything else, so that all ranks hold one answer.
     """
-    told = torch.stack([checksum, torch.tensor(error, dtype=torch.float64, device=mesh.device).view(torch.int64)])
+    told = torch.stack([bits, torch.tensor(error, dtype=torch.float64, device=mesh.device).view(torch.int64)])
     own = told.clone()
-    _take_first(told, mesh)
+    broadcast_from_first(told, mesh.fed, mesh.group)
     rows, _ = exchange_rows({"differs": float(not torch.equal(told, own))}, mesh)
     return not any(rows["differs"]), float(told[1].view(torch.float64))
 
@@ -193,22 +194,6 @@ def _take_parts(
         norm += float(part.square().sum()) / copies[name]
         shards[name].copy_(part)
     return drift, norm
-
-
-def _checksum(value: torch.Tensor) -> torch.Tensor:
-    """Of all bits and where they stand. Integers wrap around."""
-    words = value.contiguous().view(torch.int64).reshape(-1)
-    return (words * (2 * torch.arange(len(words), device=words.device) + 1)).sum()
-
-
-def _take_first(tensor: torch.Tensor, mesh: Peers) -> None:
-    """
-    Rank 0's value, on all ranks. Collective over the world: over the groups by the first rank of each alone, so that the
-    slow tier carries it once, then inside each group.
-    """
-    if mesh.group.rank() == 0:
-        broadcast(tensor, mesh.fed)
-    broadcast(tensor, mesh.group)
 
 
 def _whole(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

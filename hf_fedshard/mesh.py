@@ -86,6 +86,9 @@ class FederationMesh:
         """Never: these groups are processes."""
         return False
 
+    def wait(self) -> None:
+        """Nothing to wait for: the thread that trains alone uses these communicators."""
+
     @property
     def device(self) -> torch.device:
         """Where buffers of collectives live: the current device of the mesh's type."""

@@ -23,7 +23,14 @@ Rows: TypeAlias = Mapping[str, list[float]]
 @dataclass(frozen=True)
 class RoundMetrics:
     """
-    Metrics of one round, equal on all ranks.
+    Metrics of one round. They are equal on all ranks, but for these:
+
+    - Times and what is formed of them (`seconds`, `wait_seconds`, `sync_seconds`, `overlapped_seconds`, `sync_share`), and
+      `lora_error`, are those of this rank. What is logged is rank 0's.
+    - `bytes_sent` and `moment_bytes_sent` are those of this rank's group.
+    - With one group nothing is exchanged, so `losses` and `tokens_per_second` too are what this rank has seen.
+
+    Where ranks must decide alike, decide on the others, or put the decision to a vote.
 
     Args:
         round (`int`):
@@ -36,9 +43,9 @@ class RoundMetrics:
         wait_seconds (`float`):
             Time this rank waited for the slowest group to arrive at the border.
         sync_seconds (`float`):
-            Time of the averaging itself.
+            Time of the averaging itself, on this rank.
         bytes_sent (`int`):
-            Bytes that the ranks of one group together sent to other groups for the averaging.
+            Bytes that the ranks of this rank's group together sent to other groups for the averaging.
         drift (`float`):
             Distance of the groups from their average before it replaced them: the root of the mean over groups of the
             squared distance, relative to the norm of the average.
@@ -66,7 +73,8 @@ class RoundMetrics:
         overlapped_seconds (`float`, *optional*):
             With `overlap_steps`: time that the averaging took beside the training steps. `sync_seconds` is then how long the
             steps stood still for it: to make snapshots, to wait for the outcome, and to take it in. A border that ends a round
-            in which fragments had their turn adds that of theirs to its own time, and their bytes to its own.
+            in which fragments had their turn adds that of theirs to its own time, and their bytes and pseudo-gradients to its
+            own. Its `drift` is that at the border alone, of the whole model.
         earlier (`tuple[RoundMetrics, ...]`):
             With `overlap_steps`, of what a loop is given: metrics of the rounds before it, oldest first, whose averagings were in
             flight when the border was made that closed this one.
@@ -91,6 +99,14 @@ class RoundMetrics:
     lora_error: float | None = None
     overlapped_seconds: float | None = None
     earlier: tuple[RoundMetrics, ...] = ()
+
+    @property
+    def known_drift(self) -> float | None:
+        """
+        The drift, for the next period; `None` where one group alone counted, the others left out after a fault or without
+        weight: it is at no distance from itself.
+        """
+        return self.drift if sum(weight > 0 for weight in self.weights) > 1 else None
 
     @property
     def sync_share(self) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from .shards import local_part
 
 
 MOMENT_RULES = ("keep", "reset", "average")
@@ -39,8 +40,7 @@ def moments_of(
                 for key, value in optimizer.state.get(param, {}).items() if name is not None else ():
                     if not isinstance(value, torch.Tensor) or (value.ndim == 0 and param.ndim > 0):
                         continue
-                    held = value.detach()
-                    held = held.to_local() if isinstance(held, DTensor) else held
+                    held = local_part(value)
                     # A subclass may say that it is floating-point and keep bytes, as torchao's optimizers do.
                     plain = type(held) is torch.Tensor and held.is_floating_point()
                     if value.shape == param.shape and plain:
@@ -71,3 +71,17 @@ def reset_moments(optimizer: torch.optim.Optimizer, chosen: Callable[[Any], bool
                 state["sum"] = torch.full_like(param.detach(), group["initial_accumulator_value"])
             else:
                 optimizer.state.pop(param, None)
+
+
+def drop_stale_state(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Frees what an optimizer keeps of parameters that it no longer steps: Adagrad makes its state when it is constructed,
+    for whole parameters, before FSDP2 exchanges them for sharded ones.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            A prepared optimizer.
+    """
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for param in [param for param in optimizer.state if id(param) not in stepped]:
+        del optimizer.state[param]

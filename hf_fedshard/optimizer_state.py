@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from .manifest import CheckpointError
 from .selection import plain_name
-from .shards import accumulation_dtype
 from .state_values import decode, encode
 from .tensor_store import StoredTensor, load_tensors, stored_tensors
+from .tensors import accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from .apart import Apart
 from .config import FederationConfig
 from .outer_memory import OuterMemory
 from .outer_optimizers import is_plain_averaging, make_outer_optimizer, rate_factor
-from .shards import accumulation_dtype
+from .tensors import accumulation_dtype
 from .wire import find_codec
 
 
@@ -177,6 +177,7 @@ class OuterLoop:
         self,
         means: Mapping[str, torch.Tensor],
         shards: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
         norm: float,
         last: bool = True,
         turn: Collection[str] | None = None,
@@ -192,6 +193,8 @@ class OuterLoop:
                 The pseudo-gradients, and the averages of what has no anchor yet, or is not in its turn; their content is lost.
             shards (`Mapping[str, torch.Tensor]`):
                 This rank's shards, written in place; those that are missing are left to the caller.
+            dtypes (`Mapping[str, torch.dtype]`):
+                Of the parameters.
             norm (`float`):
                 Norm of the pseudo-gradient of all that is stepped, the same bits on all ranks.
             last (`bool`, defaults to `True`):
@@ -203,9 +206,9 @@ class OuterLoop:
             `float` or `None`: The outer learning rate; `None` where the average is the model.
         """
         if self.optimizer is None:
-            return self.take(means, shards)
+            return self.take(means, shards, dtypes)
         if turn is not None:
-            self._leave({name: mean for name, mean in means.items() if name not in turn}, shards)
+            self._leave({name: mean for name, mean in means.items() if name not in turn}, shards, dtypes)
             means = {name: mean for name, mean in means.items() if name in turn}
             if not turn:
                 return None
@@ -238,24 +241,39 @@ class OuterLoop:
         self.num_steps += last
         return rate
 
-    def _leave(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor]) -> None:
+    def _leave(
+        self,
+        means: Mapping[str, torch.Tensor],
+        shards: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
         """Takes the average as the model, and leaves the anchor where it is."""
         newcomers = {name: mean for name, mean in means.items() if name not in self.anchors}
-        self.take(newcomers, shards)
+        self.take(newcomers, shards, dtypes)
         for name, mean in means.items():
             if name not in newcomers:
                 self.apart.leave(name, mean, shards.get(name))
 
     @torch.no_grad()
-    def take(self, means: Mapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor]) -> None:
+    def take(
+        self,
+        means: Mapping[str, torch.Tensor],
+        shards: Mapping[str, torch.Tensor],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
         """
         Takes the average as the model, without a step: it is the next anchor. Without communication.
+
+        Of plain averaging the anchor is the model itself, as the parameters' dtype rounds it, also where the average of a
+        snapshot has more bits: a checkpoint holds the model alone.
 
         Args:
             means (`Mapping[str, torch.Tensor]`):
                 The averages.
             shards (`Mapping[str, torch.Tensor]`):
                 This rank's shards, written in place; those that are missing are left to the caller.
+            dtypes (`Mapping[str, torch.dtype]`):
+                Of the parameters.
         """
         self.apart.rejoin(means)
         for name, mean in means.items():
@@ -266,6 +284,8 @@ class OuterLoop:
                 self.anchors[name].copy_(mean, non_blocking=mean.device.type == "cpu")
             elif self.keeps_anchors:
                 self._adopt(name, mean)
+            if self.optimizer is None and name in self.anchors and mean.dtype != dtypes[name]:
+                self.anchors[name].copy_(self.anchors[name].to(dtypes[name]))
 
 
 def _wide_copy(shard: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from .parts import PART
 from .reshape import nearest_group
 from .residual_checkpoint import describe_residuals, load_residuals, take_residuals
 from .selection import plain_name
-from .shards import as_sharded, reshard
+from .shards import as_sharded, reshard, shards_of
 from .shared_errors import together
 from .state_values import decode, encode
 from .tensor_store import load_tensors, stored_tensors
@@ -69,8 +69,8 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
         plain = plain_name(name)
         if inside or param.dtype != anchor.dtype or name in outer.apart.names:
             tensors[f"{plain}/{_ANCHOR}"] = as_sharded(anchor, param)
-        if name in outer.apart.rests:
-            tensors[f"{plain}/{_REST}"] = as_sharded(outer.apart.rests[name], param)
+        if name in outer.apart.remainders:
+            tensors[f"{plain}/{_REST}"] = as_sharded(outer.apart.remainders[name], param)
         state = {} if outer.optimizer is None else outer.optimizer.state.get(anchor, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == anchor.shape:
@@ -210,6 +210,9 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
         )
     wanted: dict[str, torch.Tensor] = {}
     state: dict[Any, dict[str, Any]] = {}
+    # Of the parameters, which copies from host memory go to: anchors may lie in it, and what is read there has to be pinned too.
+    shards = shards_of({name: averager.model.get_parameter(name) for name in outer.anchors})
+    devices = {outer.anchors[name]: shard.device for name, shard in shards.items()}
     for entry, tensor in entries.items():
         plain, _, key = entry.rpartition("/")
         if plain not in names:
@@ -223,14 +226,14 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
             wanted[entry] = as_sharded(anchor, param)
             outer.apart.names.add(names[plain])  # until it is stepped: another checkpoint may be made ahead of that
         elif tensor.shape == param.shape:
-            own = outer.memory.copy(torch.empty_like(anchor, dtype=tensor.dtype), anchor.device)
+            own = outer.memory.copy(torch.empty_like(anchor, dtype=tensor.dtype), devices[anchor])
             if key == _REST:
-                outer.apart.rests[names[plain]] = own
+                outer.apart.remainders[names[plain]] = own
             else:
                 state.setdefault(anchor, {})[key] = own
             wanted[entry] = as_sharded(own, param)
         else:
-            device = "cpu" if key in stored["on_cpu"] else anchor.device
+            device = "cpu" if key in stored["on_cpu"] else devices[anchor]
             wanted[entry] = state.setdefault(anchor, {})[key] = torch.empty((), dtype=tensor.dtype, device=device)
     if wanted:
         load_tensors(wanted, folder / OUTER_FOLDER)
@@ -238,8 +241,12 @@ def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside:
         fresh = outer.fresh_state()
         for anchor, held in state.items():
             for key, value in fresh.items():
-                if key not in held:
-                    held[key] = torch.full_like(anchor, float(value)) if value.ndim else value.clone()
+                if key in held:
+                    continue
+                if value.ndim:
+                    held[key] = outer.memory.copy(torch.full_like(anchor, float(value)), devices[anchor])
+                else:
+                    held[key] = value.clone()
     for entry, value in stored.get("values", {}).items():
         plain, _, key = entry.rpartition("/")
         state.setdefault(outer.anchors[names[plain]], {})[key] = decode(value)

@@ -62,6 +62,8 @@ class OverlappedAveraging:
         Whether the next round has to end with one model, since a rank asks for it, a layer was frozen, a group has fallen out,
         or the anchors of the groups differ.
         """
+        self.anchors_differ = False
+        """Whether an outcome has told so since the last full border. The next one has to make them one, and not only the model."""
         self._snapshots = Snapshots(averager, tier.worker.device)
         self._anchors = SharedAnchors(averager)
         self._flights: deque[Flight] = deque()
@@ -204,22 +206,25 @@ class OverlappedAveraging:
         share = 1.0 - self.config.overlap_alpha
         self._snapshots.put(flight.snapshot, share, replace=left or untouched)
         answers = flight.asked.answers(landed.rows)
-        if any(answers[0].values()):
-            self.wants_border = True
-        if any(landed.rows["frozen"]):
-            # Until then it goes on being averaged, and stepped by an outer optimizer with momentum.
-            self.wants_border = True
-        if anchors_differ(landed.rows):
-            self.wants_border = True
-        if landed.excluded and len(self.fragments) > 1:
-            # Its other fragments are not finite either, and would spoil this one in the next step.
-            self.wants_border = True
+        self.anchors_differ |= anchors_differ(landed.rows)
+        self.wants_border |= self._asks_for_border(landed, answers[0])
         sync_seconds = flight.started_seconds + time.perf_counter() - started
         self._sums.add(flight, landed, self.tier.group_index, sync_seconds)
         if not last:
             return None
         sums, self._sums = self._sums, RoundSums()
         return Border(sums.metrics(flight, landed, outcome, self.tier), *answers), landed.drift
+
+    def _asks_for_border(self, landed: Landed, votes: Mapping[str, bool]) -> bool:
+        """Whether an outcome tells of something that the next round has to end with one model for; the same on all ranks."""
+        return (
+            any(votes.values())
+            # What was frozen goes on being averaged until then, and stepped by an outer optimizer with momentum.
+            or any(landed.rows["frozen"])
+            or self.anchors_differ
+            # The other fragments of a group that has fallen out are not finite either, and would spoil this one in the next step.
+            or (bool(landed.excluded) and len(self.fragments) > 1)
+        )
 
     def begin_anew(self) -> RoundSums:
         """
@@ -229,7 +234,7 @@ class OverlappedAveraging:
             [`RoundSums`]: What those have come to that had their turn in the round which it ends.
         """
         assert not self._flights
-        self.wants_border = False
+        self.wants_border = self.anchors_differ = False
         self._windows.begin_anew()
         self._had_turn.clear()
         sums, self._sums = self._sums, RoundSums()

@@ -9,7 +9,7 @@ import torch
 
 from .averaging import ModelAverager
 from .closing import check_rows, left_out, make_row
-from .collectives import broadcast
+from .collectives import broadcast_from_first
 from .config import FederationConfig
 from .flights import Landed, Span
 from .metrics import exchange_rows
@@ -75,7 +75,7 @@ def exchange_snapshot(
 
     Raises:
         FoundByAll: On every rank, if the groups made different numbers of steps or train different parameters, if one holds
-            what cannot be averaged, or if none has finite parameters.
+            what cannot be averaged, if none has finite parameters, or if the weights are no weights.
     """
     started = time.perf_counter()
     if snapshot.ready is not None:
@@ -91,14 +91,15 @@ def exchange_snapshot(
     except Exception as error:
         raise FoundByAll(error) from None
     excluded = left_out(rows)
-    weights = group_weights(config.group_weights, rows, excluded, tier)
+    try:
+        weights = group_weights(config.group_weights, rows, excluded, tier)
+    except ValueError as error:  # also what a function does wrong on one rank; an error of its exchange is another one
+        raise FoundByAll(error) from None
     found = averager.exchange(held, weights, with_moments=False)
     drift = found.drift
     if config.sync_every == "drift":
         measured = torch.tensor(drift, dtype=torch.float64, device=tier.device)
-        # Inside each group from its first rank, then from group 0: all get rank 0's.
-        broadcast(measured, tier.group)
-        broadcast(measured, tier.fed)
+        broadcast_from_first(measured, tier.fed, tier.group)
         drift = float(measured)
     if averager.outer.optimizer is None:
         note_distance(snapshot)

@@ -53,6 +53,9 @@ class Peers(Protocol):
     def in_process(self) -> bool:
         """Whether the groups are simulated in one process, where parameters are whole and plain tensors."""
 
+    def wait(self) -> None:
+        """Waits until no other thread of this rank uses the communicators."""
+
 
 class Worker(Protocol):
     """What runs the averagings that are in flight, one after another."""

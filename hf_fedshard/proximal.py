@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from .shards import local_part
 
 
 class ProximalTerm:
@@ -64,14 +65,9 @@ class ProximalTerm:
                 anchor = self.anchors.get(self.names.get(id(param), ""))
                 if anchor is None or param.grad is None:
                     continue
-                shard = _local(param)
+                shard = local_part(param)
                 # The anchor may live in host memory.
                 term = shard.to(anchor.dtype) - anchor.to(shard.device)
                 if scale is not None:
                     term.mul_(scale)
-                _local(param.grad).add_(term, alpha=self.mu)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+                local_part(param.grad).add_(term, alpha=self.mu)

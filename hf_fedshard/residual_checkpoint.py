@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .averaging import ModelAverager
 from .checkpoint_layout import RESIDUAL_PREFIX, group_folder
 from .selection import plain_name
-from .shards import accumulation_dtype, as_sharded
+from .shards import as_sharded, local_part
 from .tensor_store import load_tensors, stored_tensors
+from .tensors import accumulation_dtype
 from .wire import find_codec
 
 
@@ -42,7 +42,7 @@ def take_residuals(averager: ModelAverager) -> dict[str, torch.Tensor]:
         param = averager.model.get_parameter(name)
         # An empty shard is in no bucket.
         shard = owed[name] if name in owed else _zeros(averager, param)
-        found[plain_name(name)] = as_sharded(shard.view(_local(param).shape), param)
+        found[plain_name(name)] = as_sharded(shard.view(local_part(param).shape), param)
     return found
 
 
@@ -128,12 +128,6 @@ def _read(own: Path, averager: ModelAverager) -> dict[str, torch.Tensor]:
 
 def _zeros(averager: ModelAverager, param: torch.Tensor) -> torch.Tensor:
     """A shard like a parameter's, where the outer state lives: a run that just fits on its device must fit when it resumes."""
-    local = _local(param)
+    local = local_part(param)
     device = torch.device("cpu") if averager.outer.memory.offload else local.device
     return torch.zeros(local.shape, dtype=accumulation_dtype(local.dtype), device=device)
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    shard = param.detach()
-    assert isinstance(shard, DTensor)
-    return shard.to_local()

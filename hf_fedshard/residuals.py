@@ -9,6 +9,7 @@ import torch
 from .collectives import all_gather
 from .exchange_plan import Bucket, ExchangePlan
 from .outer_memory import OuterMemory
+from .tensors import note_reader
 
 
 class Residuals:
@@ -98,8 +99,13 @@ class Residuals:
             for bucket, flat in self._slices.items()
             if bucket not in ending and any(name in here or name in known for name in bucket.names())
         }
-        self._slices = {**kept, **{bucket: self._cut(plan, bucket) for bucket in missing}}
-        self._whole = {name: shard for name, shard in self._whole.items() if name in known and name not in here}
+        slices = {**kept, **{bucket: self._cut(plan, bucket) for bucket in missing}}
+        whole = {name: shard for name, shard in self._whole.items() if name in known and name not in here}
+        # Borders cut on the stream of the steps, averagings beside the steps on that of their thread, and each drops what the
+        # other has made, of which the copies that were just launched still read.
+        note_reader(flat for bucket, flat in self._slices.items() if bucket not in slices)
+        note_reader(shard for name, shard in self._whole.items() if name not in whole)
+        self._slices, self._whole = slices, whole
 
     def _cut_elsewhere(self, plan: ExchangePlan, missing: Sequence[Bucket]) -> set[Bucket]:
         """The buckets that end: those outside of the plan that have a parameter in common with what is missing, or one another."""

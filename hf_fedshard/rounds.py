@@ -23,12 +23,13 @@ from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
 from .mesh import FederationMesh
 from .metrics import RoundMetrics, Rows, exchange_rows
+from .moments import drop_stale_state
 from .outcome import Outcome
 from .overlap import OverlappedAveraging
 from .peers import OverlapPeers, Peers
 from .periods import MeasuredRound
 from .proximal import ProximalTerm
-from .shards import drop_stale_state, reshard
+from .shards import reshard
 from .weights import group_weights
 from .wire_bytes import warn_of_padding
 
@@ -95,7 +96,7 @@ class Rounds(AdvancingRounds):
         self.overlap = None
         if config.overlap_steps and tier is not None:
             self.overlap = OverlappedAveraging(self.averager, tier, config)
-        warn_of_padding(self.averager, [None] if self.overlap is None else self.overlap.fragments)
+        warn_of_padding(self.averager, self.fragments)
         if config.proximal_mu and mesh.layout.num_groups > 1:
             names = {id(param): name for name, param in model.named_parameters()}
             anchors = self.averager.outer.anchors
@@ -241,7 +242,7 @@ class Rounds(AdvancingRounds):
         if is_border:
             # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
             return self._border_as_it_is(earlier.pop(), asked)
-        held = self.averager.tensors.collect([None] if self.overlap is None else self.overlap.fragments)
+        held = self.averager.tensors.collect(self.fragments)
         # After the line above the device has done the steps, and the clock says how long they took.
         waited = self._tally.waited_seconds
         group_size = self.mesh.layout.group_size
@@ -252,7 +253,7 @@ class Rounds(AdvancingRounds):
         rows, wait_seconds = exchange_rows(row | asked.row(), self.peers)
         check_rows(rows, held, self.round + 1)
         start = time.perf_counter()
-        outcome = self._average(held, rows, turn)
+        outcome, bytes_besides = self._average(held, rows, turn)
         metrics = make_metrics(
             rows,
             self.peers,
@@ -264,6 +265,7 @@ class Rounds(AdvancingRounds):
             sync_seconds=time.perf_counter() - start,
             period=None if isinstance(self.config.sync_every, int) else self.course.period,
             synchronous=self.synchronous,
+            bytes_besides=bytes_besides,
         )
         if not self.synchronous:
             self.border_seconds = metrics.sync_seconds
@@ -279,9 +281,7 @@ class Rounds(AdvancingRounds):
             self.course.begin()
             return Border(beside.add_to(metrics), *asked.answers(rows), tuple(earlier))
         slowest = max(rows["seconds"]) / group_size
-        # A group alone, the others left out after a fault or without weight, is at no distance from itself.
-        drift = metrics.drift if sum(weight > 0 for weight in metrics.weights) > 1 else None
-        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, drift))
+        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, metrics.known_drift))
         self._next_round()
         self.course.begin()
         return Border(beside.add_to(metrics), *asked.answers(rows), tuple(earlier))
@@ -293,16 +293,21 @@ class Rounds(AdvancingRounds):
         rows = exchange_rows(row, self.peers)[0] if row else {}
         return Border(border.metrics, *asked.answers(rows), (border,))
 
-    def _average(self, held: Held, rows: Rows, turn: Collection[str] | None) -> Outcome:
+    def _average(self, held: Held, rows: Rows, turn: Collection[str] | None) -> tuple[Outcome, int]:
+        """What it came to, and what this rank's group has sent for it beside the rows' `slow_bytes`."""
         if self.course.holds_one_model(held.shards):
-            return self.averager.take_as_it_is(held, left_out(rows))
-        self._anchors.unify(rows, self.round + 1)
+            return self.averager.take_as_it_is(held, left_out(rows)), 0
+        bytes_besides = self._anchors.unify(rows, self.round + 1)
+        if self.synchronous:  # there was to be nothing to average
+            bytes_besides += int(rows["parameter_bytes"][self.peers.group_index])
         excluded = left_out(rows)
         # Without a counted step, after fragments or in the middle of the first one, there is nothing to weigh by.
         rule = self.config.group_weights if self.steps else "uniform"
         weights = group_weights(rule, rows, excluded, self.peers)
         with_moments = moments_agree(rows, self.peers, self.round + 1)
-        return self.averager.average(held, weights, excluded, with_moments, step=not self.synchronous, turn=turn)
+        step = not self.synchronous
+        outcome = self.averager.average(held, weights, excluded, with_moments, step=step, turn=turn)
+        return outcome, bytes_besides
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters that this object averages."""

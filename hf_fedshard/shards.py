@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -108,20 +107,6 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
     return [n for n, param in model.named_parameters() if param.requires_grad and not isinstance(param, DTensor)]
 
 
-def drop_stale_state(optimizer: torch.optim.Optimizer) -> None:
-    """
-    Frees what an optimizer keeps of parameters that it no longer steps: Adagrad makes its state when it is constructed,
-    for whole parameters, before FSDP2 exchanges them for sharded ones.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            A prepared optimizer.
-    """
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for param in [param for param in optimizer.state if id(param) not in stepped]:
-        del optimizer.state[param]
-
-
 def local_shards(model: nn.Module, plain: bool = False) -> dict[str, torch.Tensor]:
     """
     The tensors in which this rank holds its share of the parameters. Call [`reshard`] first.
@@ -139,6 +124,18 @@ def local_shards(model: nn.Module, plain: bool = False) -> dict[str, torch.Tenso
     return shards_of({name: param for name, param in model.named_parameters() if plain or isinstance(param, DTensor)})
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    What this rank holds of a tensor, aliasing it, without its history.
+
+    Args:
+        tensor (`torch.Tensor`):
+            One that is no `DTensor` is held whole.
+    """
+    # In this order: detaching a DTensor goes through its dispatcher, which takes longer than all the rest of a walk.
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 @torch.no_grad()
 def shards_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
@@ -151,11 +148,7 @@ def shards_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     Returns:
         `dict[str, torch.Tensor]`: In their order. Each aliases the parameter's storage.
     """
-    # In this order: detaching a DTensor goes through its dispatcher, which takes longer than all the rest of a walk.
-    return {
-        name: (param.to_local() if isinstance(param, DTensor) else param).detach()
-        for name, param in parameters.items()
-    }
+    return {name: local_part(param) for name, param in parameters.items()}
 
 
 def as_sharded(shard: torch.Tensor, param: torch.Tensor) -> DTensor:
@@ -194,7 +187,7 @@ def replicated_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**plain, **{name: buffer.detach() for name, buffer in model.named_buffers()}}
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> dict[str, torch.Tensor]:
     """
     The buffers that belong to the model's state, such as BatchNorm statistics; constants rebuilt at construction
     (non-persistent buffers) are left out.
@@ -202,109 +195,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     Args:
         model (`nn.Module`):
             The prepared model.
+        modules (`Mapping[str, nn.Module]`, *optional*):
+            All of its modules by name, from [`reshard`], which spares a walk over the model.
 
     Returns:
         `dict[str, torch.Tensor]`: By name, in the model's order.
     """
     found = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in (dict(model.named_modules()) if modules is None else modules).items():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer.detach()
     return found
-
-
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """
-    Whether no element is NaN or infinite.
-
-    Args:
-        tensors (`Iterable[torch.Tensor]`):
-            Tensors of any dtype on any device; integers are finite.
-    """
-    # The largest magnitude: NaN and infinity show in it, and unlike a sum of squares it cannot overflow. The results are
-    # brought together before one of them is read, which is when a device is waited for.
-    largest = [largest_magnitude(tensor).double() for tensor in tensors if holds_floats(tensor)]
-    device = largest[0].device if largest else None
-    return not largest or bool(torch.isfinite(torch.stack([value.to(device) for value in largest])).all())
-
-
-def holds_floats(tensor: torch.Tensor) -> bool:
-    """
-    Whether a tensor has elements that could be infinite or no numbers.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Of any dtype; integers and constants in complex numbers are finite.
-    """
-    return tensor.numel() > 0 and tensor.is_floating_point()
-
-
-def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """
-    The largest magnitude of a tensor's elements, left on its device. NaN and infinity show in it.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Floating-point numbers, at least one.
-    """
-    # Torch has no norm of numbers in 8 bits.
-    return torch.linalg.vector_norm(tensor if tensor.element_size() > 1 else tensor.float(), ord=math.inf)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """
-    The dtype in which values of `dtype` are averaged: fp32 or more, and integers as they are.
-
-    Args:
-        dtype (`torch.dtype`):
-            The storage dtype.
-    """
-    return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else dtype
-
-
-# What gloo and NCCL both carry. A model's buffers may be anything: int16, float8, complex.
-_CARRIED = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-)
-
-
-def to_wire(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """
-    A contiguous stand-in for a collective that hands values on; in bytes, which every backend carries, where not all carry
-    its dtype.
-
-    Args:
-        tensor (`torch.Tensor`):
-            What is to be sent. The stand-in is the tensor itself, or its memory, where it is fit for it.
-        device (`torch.device`):
-            Where the collective runs.
-
-    Returns:
-        `torch.Tensor`: Of the tensor's shape; in bytes its last dim is longer by the bytes of an element.
-    """
-    wire = tensor.to(device).contiguous()
-    if wire.dtype in _CARRIED:
-        return wire
-    return (wire if wire.ndim else wire.reshape(1)).view(torch.uint8)
-
-
-def from_wire(tensor: torch.Tensor, wire: torch.Tensor) -> None:
-    """
-    Copies what a stand-in has received back, unless it is the tensor's own memory.
-
-    Args:
-        tensor (`torch.Tensor`):
-            Where it belongs, written in place.
-        wire (`torch.Tensor`):
-            From [`to_wire`].
-    """
-    if wire.data_ptr() != tensor.data_ptr() or wire.device != tensor.device:
-        tensor.copy_(wire.view(tensor.dtype).view(tensor.shape))

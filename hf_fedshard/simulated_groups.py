@@ -60,8 +60,8 @@ class SimulatedGroup:
         self.rounds: Rounds = _SimulatedRounds(model, mesh, config, [optimizer], num_training_steps=num_training_steps)
         """What counts its steps."""
         self.rounds.counts_updates = True
-        optimizer.register_step_pre_hook(self._check)
-        optimizer.register_step_post_hook(self._note)
+        for handle in (optimizer.register_step_pre_hook(self._check), optimizer.register_step_post_hook(self._note)):
+            self.rounds.when_finished(handle.remove)
 
     def count_step(self, loss: torch.Tensor | float | None = None, tokens: float = 0, samples: float = 0) -> None:
         """

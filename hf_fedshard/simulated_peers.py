@@ -232,6 +232,9 @@ class SimulatedPeers:
         """These: there is no kernel that waits for others."""
         return self
 
+    def wait(self) -> None:
+        """Nothing to wait for: an averaging is over when it has been started."""
+
     @property
     def group_index(self) -> int:
         """g, this group."""

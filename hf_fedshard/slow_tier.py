@@ -183,6 +183,10 @@ class SlowTier:
         """Never: these groups are processes."""
         return False
 
+    def wait(self) -> None:
+        """Waits for the thread, which may be averaging for another federation."""
+        self.worker.wait()
+
     def process_groups(self) -> list[dist.ProcessGroup]:
         """All of its communicators."""
         own = [group for group in (self.group, self.replicate, self.fed) if group is not None]

@@ -11,17 +11,8 @@ from torch import nn
 from .averaging import ModelAverager
 from .exchange_plan import ExchangePlan
 from .held import Held
-from .shards import (
-    accumulation_dtype,
-    all_finite,
-    find_parameters,
-    holds_floats,
-    largest_magnitude,
-    persistent_buffers,
-    reshard,
-    reshard_modules,
-    shards_of,
-)
+from .shards import find_parameters, persistent_buffers, reshard, shards_of
+from .tensors import accumulation_dtype, all_finite, holds_floats, largest_magnitude
 
 
 @dataclass
@@ -127,7 +118,7 @@ class Snapshots:
         target = self._storage(fragment, shards)
         if shards:
             torch._foreach_copy_(list(target.values()), list(shards.values()), non_blocking=True)
-        buffers = persistent_buffers(averager.model) if with_buffers else {}
+        buffers = persistent_buffers(averager.model, modules) if with_buffers else {}
         besides = averager.tensors.checked_besides(found, buffers) if with_buffers else []
         return Snapshot(
             shards=target,
@@ -172,8 +163,8 @@ class Snapshots:
     @torch.no_grad()
     def put(self, snapshot: Snapshot, share: float, replace: bool) -> None:
         """
-        Gives the model what came of a snapshot: `w + share (new - snapshot)`, so that the steps made meanwhile stay. Without
-        communication. `new` is the anchor after the outer step, of plain averaging the average.
+        Gives the model, which is resharded, what came of a snapshot: `w + share (new - snapshot)`, so that the steps made
+        meanwhile stay. Without communication. `new` is the anchor after the outer step, of plain averaging the average.
 
         What was exchanged in host memory comes to the device one parameter at a time, and nothing of the averages that the
         model does not need.
@@ -190,7 +181,6 @@ class Snapshots:
                 Whether the new model is taken as it is, bit for bit.
         """
         averager = self.averager
-        reshard_modules(snapshot.modules.values())
         shards = shards_of(find_parameters(averager.model, snapshot.modules, snapshot.shards))
         plain = averager.outer.optimizer is None
         new = snapshot.means if plain else averager.outer.anchors

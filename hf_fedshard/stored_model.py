@@ -9,8 +9,8 @@ import torch
 
 from .checkpoint_layout import LOCAL_PREFIX, MODEL_FOLDER, group_folder
 from .group_checkpoint import BUFFERS_FOLDER
-from .shards import accumulation_dtype
 from .tensor_store import StoredTensor, load_tensors, stored_tensors
+from .tensors import accumulation_dtype
 
 
 # Of each tensor of the model: folders with stored tensors, and its name in them.

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from .mesh import FederationMesh
+from .tensors import note_reader
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ class GradientSync(SynchronousGradients):
     HSDP. Every group then holds the same gradient, bit for bit, so its norm, the update and the optimizer state are equal
     too.
 
+    FSDP2 reduces only what a group has a gradient of, one behind the other. A head that one group uses and another does not
+    would put the gradient of one parameter in the place of another's. So meanwhile it is told to reduce zeros for parameters
+    without one (`FSDPModule.set_reduce_scatter_unused_params`).
+
     Args:
         model (`nn.Module`):
             The prepared model.
@@ -114,6 +119,8 @@ class GradientSync(SynchronousGradients):
         self.mesh = mesh
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._installed = False
+        self._reduces_unused = [False for _ in self.modules]
+        """What each module did about parameters without a gradient before the hook was put in."""
         for module in self.modules:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 if group._all_reduce_hook is not None:
@@ -130,23 +137,27 @@ class GradientSync(SynchronousGradients):
             on (`bool`):
                 Which. The same on all ranks.
         """
-        if on != self._installed:
-            for module in self.modules:
-                module.set_all_reduce_hook(self._average if on else None)  # type: ignore[arg-type]
-            self._installed = on
+        if on == self._installed:
+            return
+        if on:
+            self._reduces_unused = [_reduces_unused(module) for module in self.modules]
+        for module, before in zip(self.modules, self._reduces_unused, strict=True):
+            module.set_all_reduce_hook(self._average if on else None)  # type: ignore[arg-type]
+            module.set_reduce_scatter_unused_params(on or before, recurse=False)
+        self._installed = on
 
     @torch.no_grad()
     def _average(self, gradient: torch.Tensor) -> None:
         """
-        Collective over the slow group, then over the replicas of the group. Every rank runs it for the same modules in the
-        order of the backward pass, which is the same on all ranks, and in this order inside.
+        Collective over the slow group, then over the replicas of the group. Every rank runs it for the same modules, those that
+        its forward pass has used, in the order of the backward pass, and in this order inside. Which modules a step uses, and in
+        which order, has to be the same in all groups; which of their parameters does not, see above.
 
         Each replica averages its slice and the replicas exchange them, so that the slow tier carries a gradient once for
         each group and not once for each replica.
         """
-        if gradient.device.type != "cpu":
-            # FSDP2 has allocated it on another stream, and may free it when it has cast a copy.
-            gradient.record_stream(torch.accelerator.current_stream())
+        # FSDP2 has allocated it on another stream, and may free it when it has cast a copy.
+        note_reader([gradient])
         num_groups, replicas = self.mesh.layout.num_groups, self.mesh.layout.replicate_size
         if gradient.dtype == torch.float16:
             gradient.div_(num_groups)  # ahead of the sum, which could overflow
@@ -164,3 +175,8 @@ class GradientSync(SynchronousGradients):
         if gradient.dtype != torch.float16:
             gradient.div_(num_groups)
         self.bytes_sent += 2 * part.numel() * part.element_size() * (num_groups - 1) // num_groups
+
+
+def _reduces_unused(module: FSDPModule) -> bool:
+    """There is no public getter."""
+    return any(group.reduce_scatter_unused_params for group in module._get_fsdp_state()._fsdp_param_groups)

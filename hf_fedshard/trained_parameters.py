@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from .peers import Peers
 from .selection import Selection
-from .shards import all_finite, persistent_buffers, shards_of
+from .shards import persistent_buffers, shards_of
+from .tensors import all_finite
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from .collectives import all_reduce
 from .counters import counters_of, exchange_counts, settle_counters
@@ -18,7 +17,8 @@ from .initial import hold_the_same_bits
 from .metrics import exchange_rows
 from .moments import reset_moments
 from .peers import Peers
-from .shards import all_finite
+from .shards import local_part
+from .tensors import all_finite
 
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ def unify_moments(
 
     Returns:
         `tuple[int, bool]`: Bytes that this rank has sent to other groups, and whether the moments had to be dropped, since
-        some groups have none after a fault, or quantised ones, or no group's are finite. Groups whose moments are not
-        finite take the average of the others'.
+        some groups have none after a fault, or those of other parameters, or quantised ones, or no group's are finite. Groups
+        whose moments are not finite take the average of the others'.
     """
     held = _held_by(optimizers)
     rows, _ = exchange_rows(held.row(), mesh)
-    alike = all(len(set(rows[name])) == 1 for name in ("moments", "elements"))
+    alike = all(len(set(rows[name])) == 1 for name in ("names", "elements"))
     equal = hold_the_same_bits([held.moments, held.numbers], mesh) if alike else False
     bad = [bool(count) for count in rows["not_finite"]]
     if equal and not any(bad):
@@ -58,8 +58,10 @@ def unify_moments(
     why = ""
     if any(rows["quantised"]):
         why = "they are quantised"
-    elif not alike:
+    elif not all(rows["moments"]) and any(rows["moments"]):
         why = "a group has lost its own"
+    elif not alike:
+        why = "the groups' optimizers hold state of different parameters"
     elif all(bad):
         why = "no group's are finite"
     if why:
@@ -87,7 +89,10 @@ class _Held:
     quantised: bool = False
 
     def row(self) -> Mapping[str, float]:
+        """What this rank tells the others."""
         return {
+            # Whose they are: as many of the same size may be those of other parameters, of a head that one group trains alone.
+            "names": float(zlib.crc32(repr([[*self.moments], [*self.numbers]]).encode())),
             "moments": float(len(self.moments)),
             "quantised": float(self.quantised),
             "elements": float(sum(local.numel() for local in self.moments.values())),
@@ -102,8 +107,8 @@ def _held_by(optimizers: Sequence[torch.optim.Optimizer]) -> _Held:
             for name, value in optimizer.state.get(param, {}).items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                local = value.to_local() if isinstance(value, DTensor) else value
-                if value.ndim and not (local.is_floating_point() and type(local.detach()) is torch.Tensor):
+                local = local_part(value)
+                if value.ndim and not (local.is_floating_point() and type(local) is torch.Tensor):
                     held.quantised = True
                 target = held.moments if value.ndim else held.numbers
                 target[f"{index}/{place}/{name}"] = local
@@ -132,7 +137,7 @@ def _average(
     counts = exchange_counts(steps, mesh)
     plan = plan_exchange(held.moments, mesh, bucket_size_bytes)
     weights = [float(not group) for group in bad]
-    if any(bad) and dist.get_rank() == 0:
+    if any(bad) and mesh.is_main:
         logger.warning(
             "The optimizer moments of federation group %s are not finite. It takes the average of the others' for the "
             "synchronous steps at the end.",

@@ -115,25 +115,43 @@ def test_only_what_differs_is_sent(runs: list[dict[str, Any]], case: str) -> Non
     assert "All have taken group 0's" in runs[0][case, True]["warnings"][0]
 
 
-def _overlapped(settings: dict[str, Any]) -> Any:
+def _overlapped(settings: dict[str, Any], saves: bool = False) -> Any:
+    """
+    Body: the anchors ahead of each exchange, where full borders were made, and the anchors ahead of the last exchange of each that
+    the loop asked for: one that saves after every round, as docs/overlap.md shows it.
+    """
     run = OverlapRun(make_overlap_mesh(), sync_every=3, outer_optimizer="nesterov", **settings)
     started = round_differently(run.rounds.averager, unlike=True)
-    borders = []
+    borders, saved = [], []
     for step in range(NUM_STEPS):
         run.step(step)
+        if saves and run.rounds.untouched and not run.rounds.at_border:
+            run.rounds.close()
+            saved.append(started[-1])
         borders += [step + 1] if run.rounds.at_border else []
     run.release()
-    return started, borders
+    return started, borders, saved
 
 
 @pytest.mark.parametrize("settings", [{"overlap_steps": 1}, {"overlap_steps": 1, "num_fragments": 2}])
 def test_beside_the_steps_a_full_border_follows(world4: WorkerPool, settings: dict[str, Any]) -> None:
     """What is in flight reads the anchors, so they are made one at a border: that of the round after the difference is seen."""
     ranks = world4.run(_overlapped, settings)
-    for rank, (started, borders) in enumerate(ranks):
+    for rank, (started, borders, _) in enumerate(ranks):
         assert borders == ranks[0][1] and borders, "without a difference there is none"
         first, last = ranks[rank % 2][0][-1], started[-1]
         assert all(torch.equal(anchor, first[name]) for name, anchor in last.items())
+
+
+def test_a_border_after_each_round_makes_them_one(world4: WorkerPool) -> None:
+    """What was in flight there is the model, but was formed with the difference in the anchors."""
+    ranks = world4.run(_overlapped, {"overlap_steps": 2}, True)
+    for rank, (started, borders, saved) in enumerate(ranks):
+        assert borders == [3, 6, 9] and len(saved) == 3
+        # The first one ends with what was in flight: no outcome has told of a difference yet.
+        assert len(started) == 3 + 2 + 1
+        for anchors, first in zip(saved, ranks[rank % 2][2], strict=True):
+            assert all(torch.equal(anchor, first[name]) for name, anchor in anchors.items())
 
 
 def test_one_bit_of_a_checksum_tells() -> None:

@@ -133,6 +133,7 @@ def test_settings_that_are_not_there_are_not_available() -> None:
     assert unavailable(wrong) == "this version of hf_fedshard has no setting no_such_setting"
     wrong = Variant("x", "x", "ours", {}, {"sync_every": 0})
     assert "refuses it: sync_every must be" in str(unavailable(wrong))
+    assert "refuses it: overlap_steps=4 must be 2 or less" in str(unavailable(VARIANTS["int8_overlap"], sync_every=2))
 
 
 def test_choice_of_variants() -> None:
@@ -151,6 +152,7 @@ def test_choice_of_variants() -> None:
         ("--turn_seconds 0", "--turn_seconds is positive"),
         ("--learning_seeds 0", "--learning_seeds is at least 1"),
         ("--eval_every 12", "no multiple of --sync_every=8"),
+        ("--learning_steps 24", "--learning_steps=24 is no multiple of --eval_every=16"),
         ("--rates 0", "at least 1, got 0"),
         ("--variants int5", "no variant int5"),
         ("--shapes 3x3", "invalid choice"),

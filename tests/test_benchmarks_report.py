@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from benchmarks.arguments import parse_arguments
+from benchmarks.commands import COMMAND
 from benchmarks.records import EVALUATED, Records
 from benchmarks.results import Results
 from benchmarks.sections import throughput
 from benchmarks.targets import TARGETS
+from benchmarks.two_tier import Benchmark
 from tests.harness.benchmark_records import folder_of_results, learned, turn
 
 
@@ -34,6 +37,9 @@ def test_results(tmp_path: Path) -> None:
     time_to_loss = targets["time to the loss at which FSDP2 ends, 50 Mbit/s: FSDP2 / FL+FSDP"]
     assert (time_to_loss["value"], time_to_loss["reached"]) == (pytest.approx(16.0), True)
     assert targets["own time inside a round, Trainer"]["value"] == pytest.approx(0.2)
+    saving = targets["saving a checkpoint of 2 groups: seconds a byte / those of Accelerate's own saving"]
+    assert (saving["value"], saving["reached"]) == (pytest.approx(1.2), True)
+    assert saving["variant"] == "500 MB in 2.00 s; Accelerate's 300 MB"
     assert targets["int8: bytes / fp32 bound"]["reached"] is None
 
 
@@ -65,6 +71,41 @@ def test_how_long_steps_stood_still(tmp_path: Path) -> None:
     cells = {row[0]: row[place - 1 : place + 1] for row in rows}
     assert cells["ours, int8, overlapped"] == ["-", "0.040 (0.035-0.045)"]
     assert cells["ours, fp32, blocking"] == ["3.45 (3.40-3.50)", "-"]
+
+
+def test_commands_measure_the_same_again(tmp_path: Path) -> None:
+    """Two seeds of 64 steps, evaluated every 32, and turns of three rounds: none of it the default."""
+    folder = folder_of_results(tmp_path)
+    (folder / "learning.jsonl").unlink()
+    for seed in (0, 1):
+        for name, steps in (("fsdp", [0, 32, 64]), ("fp32", [0, 32, 64, 96, 128])):
+            Records(folder).append("learning", learned(name, seed, steps, [7.0 - 0.01 * step for step in steps]))
+    asked = "--learning_seeds 3 --learning_steps 64 --eval_every 32 --rounds 3"
+    for parts, rest in (("turns", asked), ("turns", "--rates 1000 --rounds 5"), ("memory", "--rounds 2")):
+        session = {"session": "b", "machine": "Linux", "num_cores": 2, "versions": {}, "plain": False}
+        Records(folder).append("sessions", session | {"command": f"{COMMAND} --parts {parts} {rest}"})
+    report.write_report(folder)
+    text = (folder / "results.md").read_text()
+    learning = "--parts learning report --learning_steps 64 --learning_seeds 2 --eval_every 32"
+    assert text.count(f"`{COMMAND} {learning}`") == 2
+    assert f"`{COMMAND} --parts turns report --shapes 2x2 --rates 50 --rounds 3`" in text
+    both = "--parts turns learning report --shapes 2x2 --rates 50 --rounds 3 " + learning.partition("report ")[2]
+    assert f"`{COMMAND} {both}`" in text
+    assert f"`{COMMAND} --parts turns memory report --shapes 2x2 --rates 50 --rounds 3 --variants fp32`" in text
+
+
+def test_curves_of_another_length_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a folder holds is not measured again; after other steps it is something else."""
+    jobs: list[dict[str, Any]] = []
+    monkeypatch.setattr(Benchmark, "_run_world", lambda self, job, network: jobs.append(job))
+    folder = folder_of_results(tmp_path)
+    words = ["--output_dir", str(folder), "--plain", "--variants", "fsdp", "fp32", "--eval_every", "64"]
+    for more in ("--learning_steps 64", "--learning_steps 128", "--learning_steps 64 --learning_seeds 2"):
+        Benchmark(parse_arguments([*words, *more.split()]))._learning()
+    assert [job["learning_runs"] for job in jobs] == [
+        [(0, "fsdp", 128), (0, "fp32", 256)],
+        [(1, "fsdp", 64), (1, "fp32", 128)],
+    ]
 
 
 def excess(folder: Path, runs: dict[str, dict[int, float]]) -> dict[str, Any]:

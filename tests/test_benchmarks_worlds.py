@@ -19,6 +19,7 @@ from benchmarks.contenders import Contender, make_contender
 from benchmarks.launcher import make_env, run_side_by_side
 from benchmarks.records import Records
 from benchmarks.results import Results
+from benchmarks.saving import NUM_SAVES
 from benchmarks.variants import CEILING, Variant
 from benchmarks.workload import Batches, Blocks, make_model
 from benchmarks.world import World
@@ -137,9 +138,9 @@ def test_plain_run_and_resume(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_and_own_time(corpus: Path, tmp_path: Path) -> None:
+def test_memory_own_time_and_saving(corpus: Path, tmp_path: Path) -> None:
     words = ["--plain", "--shapes", "2x2", "--variants", "fp32"]
-    run_benchmark(corpus, tmp_path, *words, "--parts", "memory", "own_time")
+    run_benchmark(corpus, tmp_path, *words, "--parts", "memory", "own_time", "saving")
     records = Records(tmp_path)
     memory = {record["variant"]: record["peak_bytes"] for record in records.read("memory")}
     assert set(memory) == {CEILING, "fp32"}
@@ -147,6 +148,10 @@ def test_memory_and_own_time(corpus: Path, tmp_path: Path) -> None:
     ways = {record["way"]: record["shares"] for record in records.read("own_time")}
     assert set(ways) == {"Trainer", "loop"}
     assert all(0 < share < 1 for shares in ways.values() for share in shares)
+    (saving,) = records.read("saving")
+    assert len(saving["ours"]) == len(saving["stock"]) == NUM_SAVES
+    # Two groups' moments beside the weights against one group's; of so small a model names and descriptions are a part.
+    assert 1.2 < saving["ours"][0][1] / saving["stock"][0][1] < 2.0
 
 
 @pytest.mark.netns

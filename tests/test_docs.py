@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import yaml
 
 from benchmarks.arguments import make_parser as make_benchmark_parser
 from benchmarks.report import make_parser as make_report_parser
+from benchmarks.statistics import mean
+from benchmarks.variants import VARIANTS
 from hf_fedshard import FederationConfig
 from hf_fedshard.export import make_parser
 from hf_fedshard.run import make_parser as make_run_parser
@@ -361,7 +365,102 @@ def test_options_of_the_readme() -> None:
     assert rows["log_every_rounds"] == str(fields["log_every_rounds"])
 
 
-def test_figures_agree() -> None:
+def test_clean_keeps_runs(tmp_path: Path) -> None:
+    """Models and hours of measurements lie there: they go by a target of their own only."""
+    removed = {}
+    for target in ("clean", "clean-runs"):
+        shutil.copy(ROOT / "Makefile", tmp_path)
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        for folder in ("hf_fedshard", "recipes", "benchmarks", "tests"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        subprocess.run(["make", target], cwd=tmp_path, check=True, capture_output=True)
+        removed[target] = not (tmp_path / "runs").exists()
+    assert removed == {"clean": False, "clean-runs": True}
+
+
+def _check_says(page: str, text: str, source: str) -> None:
+    assert text in (ROOT / page).read_text(), f"{page} should say `{text}`: so it is in {source}"
+
+
+def test_figures_of_the_benchmark() -> None:
+    """What the pages say of it in prose is what its results say."""
+    source = "docs/benchmarks.json"
+    content = json.loads((ROOT / source).read_text())
+    targets = {row["what"]: row for row in content["targets"]}
+    shares = {
+        (block["shape"], block["rate"], row["variant"]): 100 * row["share_of_ceiling"]["median"]
+        for block in content["blocks"]
+        for row in block["rows"]
+        if row["share_of_ceiling"]
+    }
+    last = {curve["variant"]: [run[-1] for run in curve["runs"]] for curve in content["curves"]}
+    excess = {
+        name: mean([100 * (loss / fp32 - 1) for loss, fp32 in zip(losses, last["fp32"], strict=True)])
+        for name, losses in last.items()
+    }
+
+    ratio = targets["FL+FSDP against FSDP2, 50 Mbit/s"]
+    best = ratio["variant"].split(" / ")[0]
+    wire_format = VARIANTS[best].settings.get("wire_format", "fp32")
+    speed = f"{ratio['value']:.0f} times as fast as FSDP2 and {shares['2x2', 50, best]:.0f} % as fast as groups"
+    _check_says("README.md", f"averaging in {wire_format} every 8 steps beside the steps was {speed}", source)
+    _check_says(
+        "README.md", f"its loss was {excess[best].value:.1f} ± {excess[best].error:.1f} % above that of", source
+    )
+
+    late = {VARIANTS[name].settings["overlap_steps"]: excess[name] for name in excess if VARIANTS[name].overlapped}
+    first, second, third = sorted(late)
+    losses = f"{late[first].value:.1f}, {late[second].value:.1f} and {late[third].value:.1f} %"
+    errors = f"standard errors of up to {max(found.error or 0 for found in late.values()):.1f} %"
+    steps = f"{first}, {second} and {third} steps late"
+    _check_says("docs/overlap.md", f"{losses} higher with outcomes that came {steps}", source)
+    _check_says("docs/overlap.md", errors, source)
+    _check_says("docs/benchmarks.md", f"leaves {losses} ({errors}) after these", source)
+    int8, int4 = excess["int8"], excess["int4"]
+    below, above = f"{-int8.value:.2f} ± {int8.error:.2f} % below", f"{int4.value:.2f} ± {int4.error:.2f} % above"
+    _check_says("docs/wire.md", f"{below} that of `fp32` and that of `int4` {above}", source)
+    short = f"int8 ends {-int8.value:.2f} % below fp32 and int4 {int4.value:.2f} % above"
+    _check_says("docs/benchmarks.md", short, source)
+
+    fsdp, hsdp = shares["2x2", 50, "fsdp"], shares["2x4", 50, "hsdp"]
+    slow = f"FSDP2 has {fsdp:.1f} % of the ceiling's speed at 50 Mbit/s, and HSDP on 2 x 4 ranks {hsdp:.1f} %"
+    most = f"nothing that averages can be more than {100 / fsdp:.1f} and {100 / hsdp:.1f} times as fast"
+    _check_says("docs/benchmarks.md", f"{slow}, so {most}", source)
+    with_replicas = targets["FL+HSDP against HSDP, 2 x 4 ranks, 50 Mbit/s"]["variant"].split(" / ")[0]
+    reached = f"{shares['2x2', 50, best]:.0f} % and {shares['2x4', 50, with_replicas]:.0f} % are reached"
+    _check_says("docs/benchmarks.md", f"Of the ceiling {reached}", source)
+
+
+def _row_of_study(steps: int, setting: str, column: int, value: str) -> tuple[float, int]:
+    """Perplexity and seeds of the row of the first table of so many steps that has most seeds among those that match."""
+    table = re.search(rf"<!-- table: runs {steps} .*?-->\n(.*?)<!-- end", (ROOT / "docs/study.md").read_text(), re.S)
+    assert table is not None, f"docs/study.md has no table of runs of {steps} steps"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].splitlines()[2:]]
+    rows = [row for row in rows if re.fullmatch(setting, row[0]) and row[column] == value]
+    assert rows, f"docs/study.md has no row of {setting} among the runs of {steps} steps"
+    row = max(rows, key=lambda row: int(row[7]))
+    return float(row[3]), int(row[7])
+
+
+def test_figures_of_the_study() -> None:
+    seeds_in_words = {1: "one seed", 2: "two seeds", 3: "three seeds", 4: "four seeds", 5: "five seeds"}
+    found = []
+    for steps in (400, 1600):
+        tuned, _ = _row_of_study(steps, "synchronous.*", 5, "+0.0%")
+        averaged, seeds = _row_of_study(steps, r"(adam_beta1=[\d.]+, )?sync_every=4", 1, "4")
+        found.append((f"{tuned:.0f}", f"{averaged:.0f}", seeds_in_words[seeds]))
+    (tuned, averaged, seeds), (tuned_later, averaged_later, seeds_later) = found
+    short = f"ended at perplexity {tuned} and averaging every 4 steps at {averaged} (400 steps, {seeds})"
+    text = f"{short}, and at {tuned_later} and {averaged_later} four times as long ({seeds_later})"
+    _check_says("README.md", text, "docs/study.md")
+
+
+def test_figures_of_the_demo() -> None:
+    row = re.search(
+        r"^\| `fp32` \| ([\d.]+) \|", (ROOT / "docs/wire.md").read_text().split("How much quality")[1], re.M
+    )
+    assert row is not None
+    _check_says("recipes/README.md", f"perplexity {row[1]} on the held-out years after 200 steps", "docs/wire.md")
     limit = re.search(r"^DEMO_MAX_PERPLEXITY := (\d+)", (ROOT / "Makefile").read_text(), re.M)
-    assert limit is not None
-    assert f"below perplexity {limit[1]}" in (ROOT / "README.md").read_text()
+    assert limit is not None and float(row[1]) < float(limit[1])
+    _check_says("README.md", f"below perplexity {limit[1]}", "Makefile")

@@ -28,6 +28,7 @@ CORE = (
     "peers",
     "handshake",
     "shards",
+    "tensors",
     "averaging",
     "averaged_tensors",
     "trained_parameters",

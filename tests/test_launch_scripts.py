@@ -24,6 +24,7 @@ ARGUMENTS = ["--name", 'it\'s a $HOME "quoted" name', "--steps=3"]
 # Its last argument is the command, as ssh has it: a text for the shell of the other machine.
 SSH_STAND_IN = """#!/usr/bin/env bash
 for word in "$@"; do command=$word; done
+if [ -n "${COMMANDS:-}" ]; then echo "command: $command"; fi
 exec env -i PATH="$PATH" RECORDS="$RECORDS" bash -c "$command"
 """
 SRUN_STAND_IN = """#!/usr/bin/env bash
@@ -94,6 +95,18 @@ def test_ssh(machines: dict[str, str]) -> None:
     assert result.returncode == 0, result.stderr
     check_records(machines, "10.0.0.1", 8, 4)
     assert "SECRET" not in (Path(machines["RECORDS"]) / "1").read_text()
+
+
+def test_ssh_keeps_the_token(machines: dict[str, str]) -> None:
+    """Command lines can be read by everybody on a machine. Where the token lies is no secret."""
+    secret = {"HF_TOKEN": "hf_secret", "HF_TOKEN_PATH": "/home/me/token", "COMMANDS": "1"}
+    result = run(SSH, "a,b", 4, LAUNCH_FILE, "train.py", env={**machines, **secret})
+    assert result.returncode == 0
+    assert result.stderr.startswith("HF_TOKEN is not handed on")
+    for host in ("a", "b"):
+        command = next(line for line in result.stdout.splitlines() if line.startswith(f"[{host}] command: "))
+        assert "HF_TOKEN_PATH=/home/me/token" in command
+        assert "hf_secret" not in command
 
 
 def test_ssh_ends_when_one_machine_fails(machines: dict[str, str]) -> None:

@@ -16,8 +16,8 @@ from hf_fedshard.layout import FederationLayout
 from hf_fedshard.lossy_exchange import RoundStart, run_lossy_exchange
 from hf_fedshard.outer_memory import OuterMemory
 from hf_fedshard.residuals import Residuals
-from hf_fedshard.shards import accumulation_dtype
 from hf_fedshard.simulated_peers import Alone, InMemoryPeer, Meeting, SimulatedPeers
+from hf_fedshard.tensors import accumulation_dtype
 from tests.harness.collectives import CollectiveRecorder
 from tests.harness.pool import WorkerPool
 from tests.harness.wire_reference import BLOCKS, LossyAverage, Tensors

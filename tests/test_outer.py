@@ -203,7 +203,7 @@ def test_average_is_taken_bit_for_bit_and_nothing_is_kept() -> None:
     means = outer.means(shards)
     assert means["a"] is shards["a"]
     assert outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) == 0
-    assert outer.step(means, shards, 0.0) is None
+    assert outer.step(means, shards, dtypes_of(shards), 0.0) is None
     assert torch.equal(shards["a"], before) and not outer.anchors and outer.optimizer is None
 
 
@@ -236,9 +236,9 @@ def test_small_steps_add_up(dtype: torch.dtype, settings: dict[str, Any]) -> Non
             means = outer.means(shards)
             assert means["a"].dtype == torch.promote_types(kind, torch.float32)
             means["a"].add_(moved)
-            outer.step(
-                means, shards, outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) ** 0.5
-            )
+            dtypes = dtypes_of(shards)
+            norm = outer.form_pseudo_gradients(means, dtypes, dict.fromkeys(shards, 1)) ** 0.5
+            outer.step(means, shards, dtypes, norm)
         assert torch.equal(shards["a"], outer.anchors["a"].to(kind))
         assert outer.num_steps == 60
         loops.append(outer.anchors["a"].double())
@@ -256,7 +256,7 @@ def test_what_trains_later_begins_with_its_first_average(name: str) -> None:
     for _ in range(3):
         means = outer.means(shards)
         outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1))
-        outer.step(means, shards, 1.0)
+        outer.step(means, shards, dtypes_of(shards), 1.0)
         assert torch.isfinite(shards["b"]).all()
     assert torch.allclose(shards["b"], torch.full((2,), 5.0), rtol=0.2)  # AdamW decays weights
 

@@ -56,7 +56,7 @@ def outer_of(rounds: Any) -> dict[str, Any]:
     averager = rounds.averager
     parameters = dict(averager.model.named_parameters())
     found: dict[str, Any] = {"num_steps": averager.outer.num_steps}
-    for name, rest in averager.outer.apart.rests.items():
+    for name, rest in averager.outer.apart.remainders.items():
         found[f"{name}/rest"] = as_sharded(rest, parameters[name]).full_tensor()
     for name, anchor in averager.outer.anchors.items():
         found[f"{name}/anchor"] = as_sharded(anchor, parameters[name]).full_tensor()

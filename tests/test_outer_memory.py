@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from hf_fedshard import outer_checkpoint, outer_memory
 from hf_fedshard.averaging import ModelAverager
+from hf_fedshard.checkpoint_layout import OUTER_FOLDER
 from hf_fedshard.config import FederationConfig
 from hf_fedshard.mesh import FederationMesh
 from hf_fedshard.outer import OuterLoop
@@ -159,9 +163,9 @@ def test_outer_state_is_in_pinned_host_memory(name: str) -> None:
             means = outer.means(shards)
             for mean in means.values():
                 mean.add_(0.1 * (number + 1))
-            outer.step(
-                means, shards, outer.form_pseudo_gradients(means, dtypes_of(shards), dict.fromkeys(shards, 1)) ** 0.5
-            )
+            dtypes = dtypes_of(shards)
+            norm = outer.form_pseudo_gradients(means, dtypes, dict.fromkeys(shards, 1)) ** 0.5
+            outer.step(means, shards, dtypes, norm)
         assert outer.optimizer is not None
         held = [*outer.anchors.values()]
         for anchor in outer.anchors.values():
@@ -170,6 +174,33 @@ def test_outer_state_is_in_pinned_host_memory(name: str) -> None:
             assert all(tensor.is_pinned() for tensor in held)
         results.append(shards)
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
+def test_what_a_checkpoint_brings_back_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Copies go to the device of the parameter, here one without memory; the anchor, in host memory, says nothing of it."""
+    outer = OuterLoop(
+        FederationConfig(2, outer_optimizer="AdamW", outer_options="amsgrad=True", offload_outer_state=True)
+    )
+    outer.restart({"weight": torch.ones(3, 2)})
+    averager: Any = SimpleNamespace(outer=outer, model=nn.Linear(2, 3, bias=False, device="meta"))
+    asked = []
+
+    def empty_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+        asked.append(pinned)
+        return torch.zeros(like.shape, dtype=dtype)
+
+    monkeypatch.setattr(outer_memory, "empty_on_host", empty_on_host)
+    # The second moment's maximum is of an option that the run which was saved did not have.
+    stored = {f"weight/{key}": torch.empty(3, 2) for key in ("exp_avg", "exp_avg_sq", "rest")}
+    monkeypatch.setattr(outer_checkpoint, "stored_tensors", lambda folder: {**stored, "weight/step": torch.empty(())})
+    monkeypatch.setattr(outer_checkpoint, "load_tensors", lambda wanted, folder: None)
+    monkeypatch.setattr(outer_checkpoint, "as_sharded", lambda shard, param: shard)
+    (tmp_path / OUTER_FOLDER).mkdir(parents=True)
+    outer_checkpoint._read(tmp_path, {"on_cpu": ["step"]}, averager, inside=False)
+    assert outer.optimizer is not None
+    state = outer.optimizer.state[outer.anchors["weight"]]
+    assert set(state) == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"} and "weight" in outer.apart.remainders
+    assert asked == [True] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fragments of a model in bfloat16: what the outer optimizer sees of movements that are smaller than a step of that dtype."""
+"""Models in bfloat16: movements smaller than a step of that dtype in fragments, and what a checkpoint holds of an anchor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_fedshard.outer_checkpoint import take_outer_state
 from tests.harness.overlap_runs import OverlapRun, block_net, make_mesh, nesterov
 from tests.harness.pool import WorkerPool
 
@@ -51,12 +52,12 @@ def walked(where: str) -> dict[str, Any]:
         if where == "after" and step % PERIOD == PERIOD - 1:
             run.rounds.close()
         if run.rounds.at_border:
-            kept += sum(rest.numel() * rest.element_size() for rest in outer.apart.rests.values())
+            kept += sum(rest.numel() * rest.element_size() for rest in outer.apart.remainders.values())
     run.release()
     anchors: dict[int, set[float]] = {}
     for name, anchor in outer.anchors.items():
         anchors.setdefault(numbers[name], set()).update(anchor.unique().tolist())
-    return {"anchors": anchors, "kept": kept, "dtypes": {rest.dtype for rest in outer.apart.rests.values()}}
+    return {"anchors": anchors, "kept": kept, "dtypes": {rest.dtype for rest in outer.apart.remainders.values()}}
 
 
 def rounded(value: float) -> float:
@@ -119,3 +120,43 @@ def test_borders_lose_no_movement(world4: WorkerPool, where: str) -> None:
         # Kept to 8 bits of its own: 2^-9 of half a step, at each of three borders, and what the momentum makes of it.
         assert max(errors) < 10 * 3 * 2**-9 * ULP / 2
         assert (rank["kept"] > 0) == (where != "end") and rank["dtypes"] <= {torch.bfloat16}
+
+
+def pulled_and_resumed() -> tuple[bool, bool, int]:
+    """
+    Body: FedProx from a border whose averaging was in flight, twice: going on, and from what a checkpoint holds of it. Whether the
+    anchor is the model there, whether both runs end alike, and how many tensors of the outer loop such a checkpoint has.
+    """
+    run = OverlapRun(
+        make_mesh(),
+        torch.bfloat16,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.3),
+        sync_every=3,
+        overlap_steps=2,
+        proximal_mu=2.0,
+    )
+    averager = run.rounds.averager
+    for step in range(3):
+        run.step(step)
+    run.rounds.close()
+    assert run.rounds.at_border
+    place = run.rounds.state_dict()
+    shards = averager.trained.averaged_shards()
+    kept = {name: shard.clone() for name, shard in shards.items()}
+    is_model = all(torch.equal(averager.outer.anchors[name], shard.float()) for name, shard in shards.items())
+    ends = []
+    for _ in range(2):
+        for step in range(3, 8):
+            run.step(step)
+        ends.append({name: shard.clone() for name, shard in averager.trained.averaged_shards().items()})
+        with torch.no_grad():
+            for name, shard in averager.trained.averaged_shards().items():
+                shard.copy_(kept[name])
+        run.rounds.restore(place)
+    stored = len(take_outer_state(averager).tensors)
+    run.release()
+    return is_model, all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items()), stored
+
+
+def test_resumed_where_an_averaging_was_in_flight_is_uninterrupted(world4: WorkerPool) -> None:
+    assert world4.run(pulled_and_resumed) == [(True, True, 0)] * 4

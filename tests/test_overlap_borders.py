@@ -212,11 +212,11 @@ def test_a_run_that_was_given_up_is_waited_for(world4: WorkerPool) -> None:
             torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-12, msg=name)
 
 
-def failing(together: bool) -> tuple[str, int]:
+def failing(together: bool, **settings: Any) -> tuple[str, int]:
     """Body: an exchange fails, on all ranks alike or on rank 1 alone; then the model is replaced by a checkpoint's."""
     mesh = make_mesh()
     mesh.set_timeout(3.0)
-    run = OverlapRun(mesh, sync_every=2, overlap_steps=1)
+    run = OverlapRun(mesh, sync_every=2, overlap_steps=1, **settings)
     state = run.rounds.state_dict()
     kept = {name: shard.clone() for name, shard in run.rounds.averager.trained.averaged_shards().items()}
     exchange_rows, error = overlapped_exchange.exchange_rows, ""
@@ -229,7 +229,7 @@ def failing(together: bool) -> tuple[str, int]:
     with mock.patch.object(overlapped_exchange, "exchange_rows", broken):
         try:
             for step in range(4):
-                if together and step == 1:
+                if together and step == 1 and not settings:
                     with torch.no_grad():
                         next(run.model.parameters()).to_local().fill_(float("nan"))  # type: ignore[attr-defined]
                 run.step(step)
@@ -244,13 +244,25 @@ def failing(together: bool) -> tuple[str, int]:
     except Exception as problem:
         guard.detach(run.rounds)
         return f"{error}, again {type(problem).__name__}", 0
-    found = [run.step(step) for step in range(5)]
+    found = []
+    for step in range(5):
+        run.train(step)
+        found.append(run.rounds.step(tokens=1, samples=1))
     run.release()
     return error, sum(metrics is not None for metrics in found)
 
 
-def test_an_error_of_all_is_over_when_the_model_is_replaced(world4: WorkerPool) -> None:
-    assert world4.run(failing, True) == [("RuntimeError", 2)] * 4
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({}, "RuntimeError"),  # no group is finite
+        ({"group_weights": "tokens"}, "ValueError"),  # none were handed over
+    ],
+)
+def test_an_error_of_all_is_over_when_the_model_is_replaced(
+    world4: WorkerPool, settings: dict[str, Any], error: str
+) -> None:
+    assert world4.run(failing, True, **settings) == [(error, 2)] * 4
 
 
 def test_an_error_of_one_rank_is_not(world4: WorkerPool) -> None:

@@ -15,7 +15,7 @@ from hf_fedshard.config import FederationConfig
 from hf_fedshard.layout import FederationLayout
 from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
-from hf_fedshard.shards import all_finite
+from hf_fedshard.tensors import all_finite
 from tests.harness.models import tiny_llama
 from tests.harness.pool import WorkerPool
 from tests.harness.two_groups import Federation, draws

@@ -212,6 +212,34 @@ def test_wrong_use() -> None:
     assert not dist.is_initialized()
 
 
+def test_moments_that_are_not_finite_ahead_of_synchronous_steps(caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_num_threads(1)
+    simulation = Simulation(single(), FederationConfig(2, 2, sync_steps_at_end=1), adamw, num_training_steps=3)
+    for _ in range(2):
+        for group in simulation.groups:
+            sum_over(group.model, collate(feature_samples(4, group.index)), 4).backward()
+            group.optimizer.step()
+            group.optimizer.zero_grad()
+            group.count_step()
+    for state in simulation.groups[1].optimizer.state.values():
+        state["exp_avg_sq"].fill_(float("inf"))
+    assert simulation.step() is not None and simulation.synchronous
+    assert sum("moments of federation group 1 are not finite" in r.getMessage() for r in caplog.records) == 1
+    held = [[state["exp_avg_sq"] for state in group.optimizer.state.values()] for group in simulation.groups]
+    assert all(torch.equal(one, other) and one.isfinite().all() for one, other in zip(*held, strict=True))
+
+
+def test_a_group_that_is_trained_on_belongs_to_nobody() -> None:
+    """After the end its optimizer counts for no round: steps beyond two rounds of one were refused."""
+    simulation = simulate(2, single(), sync_steps_at_start=1)
+    simulation.finish()
+    group = simulation.groups[0]
+    for _ in range(2 * group.rounds.course.period + 1):
+        sum_over(group.model, collate(feature_samples(4, 0)), 4).backward()
+        group.optimizer.step()
+    assert group.rounds.num_optimizer_steps == 0
+
+
 def test_synchronous_steps_need_the_mean_of_all_gradients() -> None:
     simulation = simulate(2, single(), sync_steps_at_start=1)
     batches = [collate(feature_samples(4, group.index)) for group in simulation.groups]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from hf_fedshard import guard
+from hf_fedshard.config import FederationConfig
+from hf_fedshard.rounds import Rounds
 from hf_fedshard.synchronous import Phases
 from tests.harness.comparison import assert_matches, largest, refer
 from tests.harness.data import Batch, batches_by_step
 from tests.harness.launch_env import fsdp_launch_env
-from tests.harness.models import tiny_llama
+from tests.harness.models import full_state, tiny_llama
+from tests.harness.overlap_runs import make_mesh
 from tests.harness.pool import WorkerPool
 from tests.harness.reference import train_reference
 from tests.harness.timeline import Timeline
@@ -207,6 +213,100 @@ def test_in_a_loop(size: int, request: pytest.FixtureRequest) -> None:
     assert largest(ranks[0]["state"], ranks[0]["start"]) > 5e-3
     for rank in ranks:
         assert all(torch.equal(tensor, ranks[0]["state"][name]) for name, tensor in rank["state"].items())
+
+
+class Heads(nn.Module):
+    """
+    Two heads on one body, in one FSDP module: a forward pass uses one of them.
+
+    Args:
+        sizes (`Sequence[int]`):
+            Classes of each.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, size) for size in sizes])
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.body(inputs))).square().mean()
+
+
+def heads(sizes: Sequence[int]) -> tuple[nn.Module, list[torch.Tensor]]:
+    """The model, and inputs of each rank in each step."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Heads(sizes).double(), list(torch.randn(3, 4, 5, 8, dtype=torch.float64))
+
+
+def unused_parameters(sizes: Sequence[int]) -> Any:
+    """Body: each group trains a head of its own. The model, the drifts, and what FSDP2 is told about unused parameters."""
+    mesh = make_mesh(with_slow_tier=False)
+    mesh.set_timeout(10.0)
+    plain, inputs = heads(sizes)
+    model = fully_shard(plain, mesh=mesh.fsdp)
+    optimizer = adamw(model.parameters())
+    rounds = Rounds(model, mesh, FederationConfig(2, 2, sync_steps_at_start=3), [optimizer])
+    (group,) = model._get_fsdp_state()._fsdp_param_groups  # type: ignore[attr-defined]
+    told, drifts = [group.reduce_scatter_unused_params], []
+    for step in inputs:
+        model(step[dist.get_rank()], mesh.group_index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = rounds.step()
+        drifts += [metrics.drift] if metrics else []
+    told.append(group.reduce_scatter_unused_params)
+    rounds.finish()
+    guard.detach(rounds)
+    return full_state(model), drifts, told
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 4)])
+def test_parameters_that_one_group_uses(world4: WorkerPool, sizes: tuple[int, int]) -> None:
+    """FSDP2 reduces what has a gradient, one behind the other: without a place for the others' it would mix parameters up."""
+    ranks = world4.run(unused_parameters, sizes)
+    torch.set_num_threads(1)
+    model, inputs = heads(sizes)
+    optimizer = adamw(model.parameters())
+    for step in inputs:
+        (sum(model(own, rank // 2) for rank, own in enumerate(step)) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state, drifts, told in ranks:
+        assert drifts == [0, 0] and told == [True, False]
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-12, msg=name)
+            assert torch.equal(state[name], ranks[0][0][name])
+
+
+def written_to() -> tuple[list[int], int]:
+    """Body: what is sent in a synchronous round without and with a write to one group's model, and what an averaging takes."""
+    mesh, sent, averaged = make_mesh(with_slow_tier=False), [], 0
+    for written in (False, True):
+        plain, inputs = heads((3, 3))
+        model = fully_shard(plain, mesh=mesh.fsdp)
+        optimizer = adamw(model.parameters())
+        rounds = Rounds(model, mesh, FederationConfig(2, 1, sync_steps_at_start=1), [optimizer])
+        model(inputs[0][dist.get_rank()], 0).backward()
+        optimizer.step()
+        if written and mesh.group_index == 1:
+            with torch.no_grad():
+                model.body.weight.to_local().add_(1)
+        metrics = rounds.step()
+        assert metrics is not None and (metrics.drift > 0) == written
+        sent.append(metrics.bytes_sent)
+        averaged = rounds.averager.tensors.collect().parameter_bytes()
+        rounds.finish()
+        guard.detach(rounds)
+    return sent, averaged
+
+
+def test_an_averaging_after_them_is_counted(world4: WorkerPool) -> None:
+    """Where the groups differ all the same. Bytes are those of both ranks of a group."""
+    ranks = world4.run(written_to)
+    for sent, _ in ranks:
+        assert sent[1] - sent[0] == ranks[0][1] + ranks[1][1] > 0
 
 
 def own_hook() -> None:

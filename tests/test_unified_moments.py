@@ -78,6 +78,20 @@ def test_moments_that_a_group_has_lost(world4: WorkerPool) -> None:
         assert rank[3] is True
 
 
+def unify_of_other_parameters() -> Any:
+    """In each group another parameter of the same size has been trained alone."""
+    federation = Federation(tiny_llama())
+    layer = federation.model.model.layers[federation.mesh.group_index]  # type: ignore[union-attr,index]
+    layer.self_attn.q_proj.weight.grad = torch.ones_like(layer.self_attn.q_proj.weight)
+    federation.optimizer.step()
+    answer = unify_moments([federation.optimizer], federation.mesh, 4096)
+    return answer, len(federation.optimizer.state)
+
+
+def test_moments_of_different_parameters_are_not_averaged(world4: WorkerPool) -> None:
+    assert world4.run(unify_of_other_parameters) == [((0, True), 0)] * 4
+
+
 def unify_adagrad() -> int:
     """Its state is made at construction: what is merely dropped could make no further step."""
     federation = Federation(tiny_llama())

@@ -6,7 +6,8 @@
 #
 # The launch file states the mesh (replicate x shard); its product is hosts x processes a host. Ranks are laid out group by
 # group in the order of the hosts, so name those that share a fast network side by side. Keys without a password are
-# needed. Variables that begin with FEDSHARD_, HF_, NCCL_, GLOO_ or OMP_ are handed on.
+# needed. Variables that begin with FEDSHARD_, HF_, NCCL_, GLOO_ or OMP_ are handed on, in the command line of each machine,
+# where everybody there can read them. So HF_TOKEN is not: log in on each machine (hf auth login), or set it in ACTIVATE.
 #
 # ACTIVATE      a file to source on each machine first, such as .venv/bin/activate
 # MASTER_PORT   default 29500
@@ -24,6 +25,7 @@ shift 3
 handed_on=()
 while IFS= read -r -d '' setting; do
     case $setting in
+        HF_TOKEN=*) echo "HF_TOKEN is not handed on: log in on each machine (hf auth login), or set it in ACTIVATE." >&2 ;;
         FEDSHARD_* | HF_* | NCCL_* | GLOO_* | OMP_*) handed_on+=("$setting") ;;
     esac
 done < <(env -0)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import COMMAND
 from benchmarks.records import EVALUATED, Records
 from benchmarks.variants import CEILING
 from benchmarks.workload import Workload
@@ -62,7 +63,8 @@ def folder_of_results(folder: Path) -> Path:
     records.check_workload(Workload())
     (folder / "model.json").write_text(json.dumps({"num_parameters": 5_000_000}))
     versions = {"torch": "2.13.0"}
-    session = {"session": "2026-01-02T03:04:05", "machine": "Linux", "num_cores": 2, "versions": versions}
+    about = {"machine": "Linux", "num_cores": 2, "versions": versions, "plain": False, "command": COMMAND}
+    session = {"session": "2026-01-02T03:04:05"} | about
     records.append("sessions", session)
     for cycle in range(3):
         records.append("turns", turn(CEILING, cycle, 1024.0, 1024.0))
@@ -74,5 +76,7 @@ def folder_of_results(folder: Path) -> Path:
         records.append("learning", learned(name, 0, steps, losses))
     records.append("memory", {"variant": "fp32", "shape": "2x2", "session": "a", "peak_bytes": 123_000_000})
     records.append("own_time", {"way": "Trainer", "session": "a", "shares": [0.001, 0.002, 0.003]})
+    saves = {"stock": [[1.0, 300_000_000]] * 3, "ours": [[2.0, 500_000_000]] * 3}
+    records.append("saving", {"session": "a"} | saves)
     records.append("unavailable", {"variant": "int8", "reason": "no setting wire_format"})
     return folder
