@@ -62,6 +62,7 @@ CORE = (
     "rounds",
     "border",
     "closing",
+    "closing_rounds",
     "periods",
     "measured_periods",
     "synchronous",
