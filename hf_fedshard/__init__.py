@@ -16,8 +16,8 @@ from . import environment
 
 
 if TYPE_CHECKING:
+    from .border import Border
     from .callback import FedAvgCallback
-    from .closing import Border
     from .config import FederationConfig
     from .export import export_checkpoint
     from .group_data import GroupData, group_dataset
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "Border": "closing",
+    "Border": "border",
     "CheckpointError": "manifest",
     "FedAvgCallback": "callback",
     "FederatedFSDPPlugin": "plugin",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from .closing import Border
-from .counting import RoundCounter
+from .border import Border
 from .flights import RoundSums, Span
 from .periods import MeasuredRound
+from .round_state import ResumableRounds
 
 
-class AdvancingRounds(RoundCounter):
+class AdvancingRounds(ResumableRounds):
     """The part of [`Rounds`] that averages beside the steps. Without `overlap_steps` it does nothing."""
 
     @property

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .closing import Rows
 from .exchange import run_exchange
 from .exchange_plan import ExchangePlan
 from .initial import checksum
+from .metrics import Rows
 
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from .exchange_plan import ExchangePlan, join_plans, plan_exchange
 from .held import Held
 from .inner_moments import InnerMoments
 from .lora import product_pairs
-from .mesh import Peers
 from .outer import OuterLoop
+from .peers import Peers
 from .shards import persistent_buffers, reshard, shards_of
 from .tensors import accumulation_dtype, all_finite
 from .trained_parameters import Survey, TrainedParameters

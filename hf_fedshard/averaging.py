@@ -19,10 +19,10 @@ from .held import Held
 from .inner_moments import InnerMoments
 from .lora_products import average_products
 from .lossy_exchange import RoundStart, run_lossy_exchange
-from .mesh import Peers
 from .metrics import exchange_rows
 from .outcome import Exchanged, Outcome
 from .outer import OuterLoop
+from .peers import Peers
 from .residuals import Residuals
 from .selection import Selection
 from .shards import reshard

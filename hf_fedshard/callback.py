@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from .metrics import RoundMetrics
 from .overlap import describe as describe_overlap
 from .parallelism import FederatedParallelismConfig
 from .seams import Patches, check_seam
+from .settings import FederationSettings
 from .trainer_checkpoint import TrainerCheckpoints
 
 
@@ -65,7 +66,12 @@ class FedAvgCallback(TrainerCallback):
     ```
     """
 
-    def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_groups: int | None = None,
+        sync_every: int | str | None = None,
+        **settings: Unpack[FederationSettings],
+    ) -> None:
         self._wrong: ValueError | None = None
         try:
             self.config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **settings)

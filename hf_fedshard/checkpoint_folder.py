@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -68,13 +68,15 @@ class Staging:
             )
         together("Saving a checkpoint", error)
 
-    def commit(self, written: Mapping[str, int]) -> None:
+    def commit(self, written: Mapping[str, int], nested: Sequence[str] = ()) -> None:
         """
         Completes the checkpoint: manifest, then its name. Collective over the world.
 
         Args:
             written (`Mapping[str, int]`):
                 crc32 of the files that this rank has written, by path in the checkpoint.
+            nested (`Sequence[str]`, *optional*):
+                Folders in it that get a manifest of their own first, so that each is a checkpoint too.
 
         Raises:
             CheckpointError: On every rank, if rank 0 cannot.
@@ -84,7 +86,12 @@ class Staging:
         error: Exception | None = None
         if dist.get_rank() == 0:
             try:
-                write_manifest(self.folder, {name: crc32 for part in everyone for name, crc32 in part.items()})
+                known = {name: crc32 for part in everyone for name, crc32 in part.items()}
+                for inner in nested:
+                    start = f"{inner}/"
+                    own = {name.removeprefix(start): crc32 for name, crc32 in known.items() if name.startswith(start)}
+                    write_manifest(self.folder / inner, own)
+                write_manifest(self.folder, known)
                 put_in_place(self.folder, self.final)
                 shutil.rmtree(self.parent, ignore_errors=True)
             except (OSError, CheckpointError) as problem:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-import torch
-
 from . import environment
 from .layout import FederationLayout, split_world
 from .lora import LORA_RULES
 from .moments import MOMENT_RULES
-from .outer_optimizers import SCHEDULES, UNSCHEDULED, format_options, is_plain_averaging, make_outer_optimizer
+from .outer_limits import check_outer
+from .outer_optimizers import SCHEDULES, format_options
 from .overlap_limits import check_overlap
 from .periods import ALLOWED, parse_stages
+from .ranges import check_int, check_seconds, is_number
 from .selection import parse_patterns
-from .weights import describe_function, find_weight_function
+from .weights import describe_function
 from .wire import WIRE_FORMATS
 
 
@@ -169,15 +169,15 @@ class FederationConfig:
 
     def __post_init__(self) -> None:
         if self.num_groups is not None:
-            _check_int("num_groups", self.num_groups, minimum=1)
+            check_int("num_groups", self.num_groups, minimum=1)
         self._check_periods()
-        _check_int("sync_steps_at_start", self.sync_steps_at_start, minimum=0)
-        _check_int("sync_steps_at_end", self.sync_steps_at_end, minimum=0)
-        _check_int("bucket_size_bytes", self.bucket_size_bytes, minimum=1024)
-        _check_int("log_every_rounds", self.log_every_rounds, minimum=0)
+        check_int("sync_steps_at_start", self.sync_steps_at_start, minimum=0)
+        check_int("sync_steps_at_end", self.sync_steps_at_end, minimum=0)
+        check_int("bucket_size_bytes", self.bucket_size_bytes, minimum=1024)
+        check_int("log_every_rounds", self.log_every_rounds, minimum=0)
         if self.timeout_seconds is not None:
-            _check_seconds("timeout_seconds", self.timeout_seconds)
-        _check_seconds("preemption_grace_seconds", self.preemption_grace_seconds)
+            check_seconds("timeout_seconds", self.timeout_seconds)
+        check_seconds("preemption_grace_seconds", self.preemption_grace_seconds)
         for name, allowed in (
             ("optimizer_on_reshape", RESHAPE_RULES),
             ("outer_schedule", SCHEDULES),
@@ -189,7 +189,7 @@ class FederationConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, but got {getattr(self, name)!r}.")
         if not isinstance(self.offload_outer_state, bool):
             raise ValueError(f"offload_outer_state must be True or False, but got {self.offload_outer_state!r}.")
-        _check_outer(self)
+        check_outer(self)
         check_overlap(self)
 
     def comparable(self) -> dict[str, Any]:
@@ -213,17 +213,17 @@ class FederationConfig:
             every = int(every)
             # The same period must not look like another one where settings are compared.
             object.__setattr__(self, "sync_every", every)
-        _check_int("min_sync_every", self.min_sync_every, minimum=1)
-        _check_int("max_sync_every", self.max_sync_every, minimum=1)
+        check_int("min_sync_every", self.min_sync_every, minimum=1)
+        check_int("max_sync_every", self.max_sync_every, minimum=1)
         if self.min_sync_every > self.max_sync_every:
             raise ValueError(
                 f"min_sync_every={self.min_sync_every} must not be above max_sync_every={self.max_sync_every}. Make it "
                 "smaller, or max_sync_every larger."
             )
         share, drift = self.max_sync_share, self.max_drift
-        if not (_is_number(share) and 0 < share < 1):
+        if not (is_number(share) and 0 < share < 1):
             raise ValueError(f"max_sync_share must be a number between 0 and 1, but got {share!r}.")
-        if drift is not None and not (_is_number(drift) and 0 < drift < math.inf):
+        if drift is not None and not (is_number(drift) and 0 < drift < math.inf):
             raise ValueError(f"max_drift must be a positive number, but got {drift!r}.")
         if isinstance(every, str):
             if every == "drift" and drift is None:
@@ -277,82 +277,6 @@ class FederationConfig:
     ) -> FederationLayout:
         """See [`split_world`]."""
         return split_world(self.num_groups, world_size, sizes, local_world_size)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_int(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, but got {value!r}.")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    # What the backends can count, in milliseconds and without an overflow.
-    if not (_is_number(value) and 1e-3 <= value <= 1e9):
-        raise ValueError(f"{name} must be a positive number, 0.001 to 1e9, but got {value!r}.")
-
-
-def _check_number(name: str, value: Any, minimum: float, above: bool) -> None:
-    if not (_is_number(value) and value < math.inf and (value > minimum if above else value >= minimum)):
-        raise ValueError(
-            f"{name} must be a number {'above' if above else 'of at least'} {minimum:g}, but got {value!r}."
-        )
-
-
-def _check_outer(config: FederationConfig) -> None:
-    """What concerns the step at a border."""
-    for name, value in (
-        ("outer_learning_rate", config.outer_learning_rate),
-        ("outer_max_norm", config.outer_max_norm),
-    ):
-        if value is not None:
-            _check_number(name, value, 0.0, above=True)
-    _check_number("proximal_mu", config.proximal_mu, 0.0, above=False)
-    _check_int("outer_warmup_rounds", config.outer_warmup_rounds, minimum=0)
-    rounds, warmup = config.outer_schedule_rounds, config.outer_warmup_rounds
-    if rounds is not None:
-        _check_int("outer_schedule_rounds", rounds, minimum=1)
-        if config.outer_schedule == "constant":
-            raise ValueError(
-                f"outer_schedule_rounds={rounds} is where a schedule ends, but outer_schedule is 'constant' and has no end. Set "
-                "outer_schedule to 'linear' or 'cosine', or leave outer_schedule_rounds out."
-            )
-        if rounds <= warmup:
-            raise ValueError(
-                f"outer_warmup_rounds={warmup} leaves nothing of outer_schedule_rounds={rounds}. Make it smaller."
-            )
-    elif config.outer_schedule != "constant":
-        raise ValueError(
-            f"outer_schedule={config.outer_schedule!r} needs outer_schedule_rounds, the rounds of the run: its steps "
-            "divided by sync_every."
-        )
-    # Made once for its checks: torch's own of the options' ranges among them.
-    make_outer_optimizer(config.outer_optimizer, config.outer_learning_rate, config.outer_options, [torch.zeros(1)])
-    scheduled = config.outer_schedule != "constant" or warmup > 0
-    if scheduled and config.outer_optimizer in UNSCHEDULED:
-        raise ValueError(
-            f"outer_optimizer={config.outer_optimizer} {UNSCHEDULED[config.outer_optimizer]}, so outer_schedule="
-            f"{config.outer_schedule!r} with outer_warmup_rounds={warmup} would not do what it says. Leave both at their "
-            "defaults, 'constant' and 0, or use another optimizer."
-        )
-    find_weight_function(config.group_weights)
-    for name in ("include_parameters", "exclude_parameters", "local_parameters"):
-        try:
-            parse_patterns(getattr(config, name))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{name}: {error}") from error
-    if config.lora_average == "product" and not is_plain_averaging(config):
-        raise ValueError(
-            f"lora_average='product' cannot be stepped by outer_optimizer={config.outer_optimizer!r}: factors of one product "
-            "differ from border to border without a meaning. Use the default outer settings, or lora_average='freeze_a'."
-        )
-    if config.lora_average == "product" and config.wire_format != "fp32":
-        raise ValueError(
-            f"lora_average='product' sends the factors of every group, and wire_format={config.wire_format!r} carries "
-            "differences of averages only. Use wire_format='fp32', or lora_average='factors' or 'freeze_a'."
-        )
 
 
 def _parse(name: str, text: str, kind: Any) -> Any:

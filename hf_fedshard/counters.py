@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .mesh import Peers
 from .metrics import exchange_rows
+from .peers import Peers
 from .shards import local_part
 
 

@@ -1,10 +1,8 @@
-"""Where a run stands: counts the steps of a round, and what is saved and restored of it. No averaging."""
+"""Counts the steps of a round, and knows whether it is over. No averaging, and no communication."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -12,9 +10,9 @@ from . import guard
 from .averaging import ModelAverager
 from .config import FederationConfig
 from .course import Course
-from .mesh import Peers
 from .metrics import Tally
 from .overlap import OverlappedAveraging
+from .peers import Peers
 
 
 class RoundCounter:
@@ -51,12 +49,15 @@ class RoundCounter:
         """How much of the data counts as new for the weights, where a group repeats its own: see [`OwnData`]."""
         self.border_seconds = 0.0
         """How long an averaging takes: the last one, and before the first of this process a bound from the broadcast."""
+        self.clock_is_set = False
+        """Whether [`~RoundCounter.begin_step`] was called since the last border."""
         self._tally = Tally()
 
     def begin_step(self) -> None:
         """
         Restarts the clock of a round if it has no step yet, so that an evaluation at the border does not count. Optional.
         """
+        self.clock_is_set = True
         if self.at_border:
             self._tally.started = time.perf_counter()
 
@@ -125,57 +126,6 @@ class RoundCounter:
         """
         self._tally.loss_sum = self._tally.loss_sum + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
         self._tally.num_losses += num_losses
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the federation stands, at a border: numbers of rounds and steps, and the period. Fit for JSON."""
-        return {"round": self.round, **self.course.state_dict()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """
-        Told that the model was replaced by a checkpoint's, the same in all groups: a round begins with the next step.
-        Collective over the world where synchronous steps at the end go on.
-
-        Args:
-            state (`Mapping[str, Any]`):
-                From [`~Rounds.state_dict`].
-        """
-        if self.overlap is not None:
-            self.overlap.discard()
-        self._next_round()
-        self.round = int(state["round"])
-        self.course.load_state_dict(state)
-        self.averager.restart()
-
-    def state_inside(self) -> dict[str, Any]:
-        """Where this rank stands inside a round whose steps are its group's own, as plain values."""
-        return {
-            **self.state_dict(),
-            "steps_in_round": self.steps,
-            "num_optimizer_steps": self.num_optimizer_steps,
-            "num_skipped_steps": float(self.num_skipped_steps),
-            "trained": self.averager.trained.names,
-            "border_seconds": self.border_seconds,
-            "seconds": self._tally.seconds(),
-            "tally": {name: value for name, value in vars(self._tally).items() if name != "started"},
-        }
-
-    def restore_inside(self, state: Mapping[str, Any]) -> None:
-        """
-        Told that the model was replaced by what this rank's group held inside a round. Without communication: how many steps
-        are behind is different in each group, and so would be what they did about synchronous steps.
-
-        Args:
-            state (`Mapping[str, Any]`):
-                From [`~Rounds.state_inside`], of the same group.
-        """
-        self.round = state["round"]
-        self.course.load_state_dict(state, inside=True)
-        self.steps = state["steps_in_round"]
-        self.num_optimizer_steps = state["num_optimizer_steps"]
-        self.num_skipped_steps = state.get("num_skipped_steps", 0.0)
-        self.averager.restart(state["trained"])
-        self.border_seconds = state["border_seconds"]
-        self._tally = Tally(started=time.perf_counter() - state["seconds"], **state["tally"])
 
     @property
     def seconds_per_step(self) -> float:
@@ -256,4 +206,5 @@ class RoundCounter:
         self.num_optimizer_steps = 0
         self.num_skipped_steps = 0.0
         self._begun = False
+        self.clock_is_set = False
         self._tally = Tally()

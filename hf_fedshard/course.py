@@ -13,7 +13,8 @@ from .collectives import broadcast_from_first
 from .config import FederationConfig
 from .initial import hold_the_same_bits
 from .measured_periods import make_periods
-from .mesh import FederationMesh, Peers
+from .mesh import FederationMesh
+from .peers import Peers
 from .periods import MeasuredRound
 from .simulated_gradients import SimulatedGradients
 from .synchronous import GradientSync, Phases, SynchronousGradients

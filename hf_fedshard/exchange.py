@@ -14,7 +14,7 @@ import torch
 
 from .collectives import Pending, all_gather, all_reduce, broadcast, start_all_reduce
 from .exchange_plan import Bucket, ExchangePlan
-from .mesh import Peers
+from .peers import Peers
 from .tensors import accumulation_dtype, from_wire, to_wire
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .collectives import Group
-from .mesh import Peers
+from .peers import Peers
 from .tensors import accumulation_dtype
 from .wire import Codec, find_codec
 
@@ -88,11 +88,6 @@ class ExchangePlan:
         """
         peers = self.slow.size()
         return 2 * sum(self._slice_bytes(bucket) for bucket in self.buckets) * (peers - 1) // peers
-
-    def fast_bytes(self) -> int:
-        """Bytes this rank sends inside its group in one averaging: a ring all-gather of N bytes among R ranks sends
-        N(R-1)/R from each."""
-        return sum(self._slice_bytes(bucket) for bucket in self.buckets) * (self.num_slices - 1)
 
     def _slice_bytes(self, bucket: Bucket) -> int:
         numel = bucket.numel // self.num_slices

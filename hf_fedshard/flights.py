@@ -9,11 +9,12 @@ from typing import TypeAlias
 
 import torch
 
-from .closing import Asked, Rows, make_metrics
+from .border import Asked
+from .closing import make_metrics
 from .held import Held
-from .mesh import Peers
-from .metrics import RoundMetrics, Tally
+from .metrics import RoundMetrics, Rows, Tally
 from .outcome import Exchanged, Outcome
+from .peers import Peers
 from .snapshots import Snapshot
 
 

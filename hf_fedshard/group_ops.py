@@ -111,7 +111,9 @@ class GroupOps:
         dist.barrier(group=self.group)
 
 
-def keep_in_group(accelerator: Accelerator, ops: GroupOps, inside: Callable[[], bool]) -> Patches:
+def keep_in_group(
+    accelerator: Accelerator, ops: GroupOps, inside: Callable[[], bool], waits_inside: Callable[[], bool] | None = None
+) -> Patches:
     """
     Routes an accelerator's collectives to the group while a round is running.
 
@@ -122,6 +124,8 @@ def keep_in_group(accelerator: Accelerator, ops: GroupOps, inside: Callable[[], 
             What takes their place.
         inside (`Callable[[], bool]`):
             Tells, at each call, whether it has to stay in the group. The same on all ranks of a group.
+        waits_inside (`Callable[[], bool]`, *optional*):
+            The same for `wait_for_everyone`, where that is told otherwise.
 
     Returns:
         [`Patches`]: To be undone.
@@ -130,10 +134,13 @@ def keep_in_group(accelerator: Accelerator, ops: GroupOps, inside: Callable[[], 
         UpstreamChangedError: If a method is not as expected.
     """
 
-    def choose(group_local: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def choose(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        group_local = getattr(ops, name)
+        stays = waits_inside if name == "wait_for_everyone" and waits_inside is not None else inside
+
         def make(world: Callable[..., Any]) -> Callable[..., Any]:
             def collective(*args: Any, **kwargs: Any) -> Any:
-                return (group_local if inside() else world)(*args, **kwargs)
+                return (group_local if stays() else world)(*args, **kwargs)
 
             return collective
 
@@ -142,7 +149,7 @@ def keep_in_group(accelerator: Accelerator, ops: GroupOps, inside: Callable[[], 
     check_seams(Accelerator, ACCELERATOR_SEAMS)
     patches = Patches()
     for name in ACCELERATOR_SEAMS:
-        patches.replace(accelerator, name, choose(getattr(ops, name)))
+        patches.replace(accelerator, name, choose(name))
     return patches
 
 

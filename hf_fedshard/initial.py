@@ -14,7 +14,8 @@ from .collectives import all_reduce, broadcast_from_first
 from .config import FederationConfig
 from .handshake import FederationMismatchError, agree
 from .lora import check_adapters
-from .mesh import FederationMesh, Peers
+from .mesh import FederationMesh
+from .peers import Peers
 from .selection import Selection
 from .shards import check_trainable_parameters, local_shards, replicated_tensors, reshard
 from .tensors import from_wire, to_wire

@@ -13,8 +13,8 @@ from .counters import can_average, counters_of, exchange_counts, settle_counters
 from .exchange import run_exchange
 from .held import Held
 from .lossy_exchange import run_lossy_exchange
-from .mesh import Peers
 from .moments import moments_of, reset_moments
+from .peers import Peers
 from .selection import Selection
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .collectives import broadcast_from_first
 from .initial import checksum
-from .mesh import Peers
 from .metrics import exchange_rows
+from .peers import Peers
 from .shards import as_sharded
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from .collectives import all_reduce
-from .mesh import Peers
+from .peers import Peers
 
 
 LOG_PREFIX = "fedshard/"
 MAX_LOGGED_GROUPS = 16
+
+Rows: TypeAlias = Mapping[str, list[float]]
+"""What the ranks said, by name: the sums over the ranks of group 0, 1, ...."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class RoundMetrics:
         round (`int`):
             Number of this round, counted from 1.
         steps (`int`):
-            Optimizer steps in it.
+            Optimizer steps in it. 0 of a border that was made where none was counted: it ends no round, and `round` is that of
+            the last one, 0 before the first.
         seconds (`float`):
             Wall time of the round on this rank, its sync included.
         wait_seconds (`float`):

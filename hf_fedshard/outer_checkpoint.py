@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from .averaging import ModelAverager
-from .checkpoint_layout import LOCAL_PREFIX, OUTER_FOLDER, group_folder, read_description
+from .checkpoint_layout import OUTER_FOLDER, read_description
 from .checkpoint_state import OuterState, Place
+from .local_layers import load_local_layers
 from .manifest import CheckpointError
 from .outer_optimizers import format_options
 from .parts import PART
-from .reshape import nearest_group
 from .residual_checkpoint import describe_residuals, load_residuals, take_residuals
 from .selection import plain_name
 from .shards import as_sharded, reshard, shards_of
@@ -93,7 +93,7 @@ def take_outer_state(averager: ModelAverager, inside: bool = False) -> OuterStat
     return OuterState(tensors, description, local, residuals)
 
 
-def load_outer_state(folder: Path, averager: ModelAverager, place: Place) -> None:
+def load_outer_state(folder: Path, averager: ModelAverager) -> None:
     """
     Goes on with the outer loop of a checkpoint, whatever its groups and shards, or of this group's part of one. The model
     has been read and the outer loop begun anew from it, see [`~ModelAverager.restart`]. Without communication.
@@ -103,17 +103,12 @@ def load_outer_state(folder: Path, averager: ModelAverager, place: Place) -> Non
             The checkpoint.
         averager ([`ModelAverager`]):
             What averages the model.
-        place ([`Place`]):
-            This rank's.
 
     Raises:
         CheckpointError: If it is of another outer optimizer.
     """
     saved = read_description(folder)
     inside = saved.get("kind") == PART
-    if not inside:
-        # Inside a round nothing was broadcast at the start of training, and each rank has read buffers of its own.
-        _load_local(folder, saved, averager, place)
     stored = saved.get("outer") or {}
     outer, main = averager.outer, averager.mesh.is_main
     name = stored.get("optimizer")
@@ -150,7 +145,7 @@ def load_outer_state(folder: Path, averager: ModelAverager, place: Place) -> Non
 
 def resume_outer_state(folder: Path, averager: ModelAverager, place: Place) -> None:
     """
-    [`load_outer_state`] on all ranks: an error of one is raised by all. Collective over the world.
+    [`load_local_layers`] and [`load_outer_state`] on all ranks: an error of one is raised by all. Collective over the world.
 
     Args:
         folder (`Path`):
@@ -165,8 +160,9 @@ def resume_outer_state(folder: Path, averager: ModelAverager, place: Place) -> N
     """
     error: Exception | None = None
     try:
-        load_outer_state(folder, averager, place)
-    except CheckpointError as problem:
+        load_local_layers(folder, averager, place)
+        load_outer_state(folder, averager)
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = problem
     together("Resuming", error)
 
@@ -176,28 +172,6 @@ def _settings(averager: ModelAverager) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _SETTINGS} | {
         "outer_options": format_options(config.outer_options)
     }
-
-
-def _load_local(folder: Path, saved: dict[str, Any], averager: ModelAverager, place: Place) -> None:
-    """The group's own layers, once more: at the start of training all groups were given those of group 0."""
-    held = {
-        plain_name(name): tensor
-        for name, tensor in [*averager.model.named_parameters(), *averager.model.named_buffers()]
-    }
-    stored, now = (
-        set(saved.get("local", ())) & set(held),
-        {plain_name(name) for name in averager.trained.local_names()},
-    )
-    local, shared = sorted(stored & now), sorted(stored - now)
-    if shared and averager.mesh.layout.num_groups > 1 and averager.mesh.is_main:
-        logger.warning(
-            "%d tensors that each group had for itself in the checkpoint are averaged from now on, first %s: all groups begin "
-            "with those of group 0.",
-            len(shared),
-            shared[0],
-        )
-    source = nearest_group(place.group_index, place.layout.num_groups, int(saved["num_groups"]))
-    load_tensors({LOCAL_PREFIX + name: held[name].detach() for name in local}, folder / group_folder(source))
 
 
 def _read(folder: Path, stored: dict[str, Any], averager: ModelAverager, inside: bool) -> None:

@@ -22,13 +22,13 @@ import torch
 
 from .anchors import SharedAnchors, anchors_differ
 from .averaging import ModelAverager
-from .closing import Asked, Border
+from .border import Asked, Border
 from .config import FederationConfig
 from .flights import Flight, Landed, RoundSums, Span
 from .fragment_windows import FragmentWindows
 from .fragments import divide, starts, trained_sizes
-from .mesh import OverlapPeers
 from .overlapped_exchange import FoundByAll, exchange_snapshot
+from .peers import OverlapPeers
 from .shards import reshard_modules
 from .snapshots import Snapshots
 
@@ -242,7 +242,8 @@ class OverlappedAveraging:
 
     def discard(self) -> None:
         """
-        Waits for what is in flight and forgets it: the model was replaced. Collective over the world.
+        Waits for what is in flight and forgets it: the model was replaced. On all ranks, as what was started on all is to end;
+        this thread takes part in no collective.
 
         Raises:
             Exception: What an exchange has failed with on this rank alone: its communicators are out of step with the others'.

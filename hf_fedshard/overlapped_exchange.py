@@ -12,8 +12,8 @@ from .closing import check_rows, left_out, make_row
 from .collectives import broadcast_from_first
 from .config import FederationConfig
 from .flights import Landed, Span
-from .mesh import OverlapPeers
 from .metrics import exchange_rows
+from .peers import OverlapPeers
 from .snapshots import Snapshot, note_distance
 from .weights import group_weights
 

@@ -37,7 +37,8 @@ class MeasuredRound:
 
 class Periods:
     """
-    The period of each round. Rounds that are closed early, and those of synchronous steps, are told apart by the caller.
+    The period of each round. One that is closed early counts like any other, by its own steps; of synchronous ones nothing is
+    told, and a border without a step is no round: [`Course`] and [`Rounds`] see to that.
 
     Attributes:
         current (`int`): H, optimizer steps of the round that is running or begins next.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -20,10 +20,13 @@ from .group_data import GroupData
 from .group_ops import GroupOps, keep_in_group
 from .handshake import agree
 from .launch import FSDP1_ERROR, check_launch, check_synchronous_steps, check_wrapping, layout_for
+from .loop_models import LoopModels
 from .loop_seams import tie_to_rounds
 from .own_data import OwnData, own_data, share_inside_group
 from .parallelism import FederatedParallelismConfig
 from .rounds import Rounds
+from .settings import PluginSettings
+from .shards import reshard
 from .versions import versions
 
 
@@ -64,13 +67,17 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     ```
     """
 
-    def __init__(self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, num_groups: int | None = None, sync_every: int | str | None = None, **settings: Unpack[PluginSettings]
+    ) -> None:
         inherited = {item.name for item in dataclasses.fields(FullyShardedDataParallelPlugin)}
-        own = {name: value for name, value in settings.items() if name not in inherited}
+        own: dict[str, Any] = {name: value for name, value in settings.items() if name not in inherited}
         self.federation_config = FederationConfig.from_arguments(num_groups=num_groups, sync_every=sync_every, **own)
         self._parallelism_config: FederatedParallelismConfig | None = None
         self._own_data: list[OwnData] = []
-        super().__init__(**{name: value for name, value in settings.items() if name in inherited})
+        self._models: LoopModels | None = None
+        others: dict[str, Any] = {name: value for name, value in settings.items() if name in inherited}
+        super().__init__(**others)
 
     def __post_init__(self) -> None:
         stated = vars(self)
@@ -136,7 +143,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
     ) -> Rounds:
         """
         Starts the federation of a prepared model. Collective over the world; call it after `prepare` and before the
-        first step.
+        first step. Several models have a federation each, with the same settings: of a generator and a critic, say.
 
         Args:
             accelerator (`Accelerator`):
@@ -144,7 +151,7 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             model (`nn.Module`):
                 The prepared model.
             optimizers (`torch.optim.Optimizer` or `AcceleratedOptimizer`):
-                Its optimizers. Defaults to all that the accelerator has prepared.
+                Its optimizers. Defaults to all that the accelerator has prepared and that step parameters of the model.
             num_training_steps (`int`, *optional*):
                 Optimizer steps of the whole run. Needed with `sync_steps_at_end`.
 
@@ -176,21 +183,33 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
                     shares.add(own.unique_share)
         self._own_data.clear()  # shared out; loaders of a later federation are compared with what is asked for then
         mesh = self.parallelism_config.mesh
-        chosen = optimizers or accelerator._optimizers
-        inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in chosen]
+        inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers or accelerator._optimizers]
+        if not optimizers:
+            reshard(model)  # what is gathered still are other tensors
+            held = {id(param) for param in model.parameters()}
+            inner = [
+                each for each in inner if any(id(p) in held for group in each.param_groups for p in group["params"])
+            ]
         rounds = Rounds(model, mesh, self.federation_config, inner, num_training_steps=num_training_steps)
         if len(shares) == 1:  # of several sets, who hands counts over knows which is meant
             rounds.unique_share = shares.pop()
-        place = Place(mesh.layout, mesh.group_index, mesh.group)
-        AcceleratorCheckpoints(accelerator, rounds, place, self.federation_config.optimizer_on_reshape)
+        if self._models is None or self._models.accelerator is not accelerator:
+            place = Place(mesh.layout, mesh.group_index, mesh.group)
+            self._models = LoopModels(accelerator, place, self.federation_config.optimizer_on_reshape)
+            AcceleratorCheckpoints(accelerator, self._models)
+        self._models.add(rounds)
         if mesh.layout.num_groups > 1:
             ops = GroupOps(mesh.group, mesh.layout.num_groups)
 
+            def in_round() -> bool:
+                return not rounds.synchronous and not rounds.at_border
+
             def inside() -> bool:
                 # At a border an evaluation is for the world; the step that comes next is the group's.
-                return not rounds.synchronous and (model.training or not rounds.at_border)
+                return in_round() or (not rounds.synchronous and model.training)
 
-            in_group = keep_in_group(accelerator, ops, inside)
+            # No step waits for everyone: at a border that is asked for where all are to see what one of them has written.
+            in_group = keep_in_group(accelerator, ops, inside, waits_inside=in_round)
             rounds.when_finished(in_group.undo)
             rounds.when_finished(tie_to_rounds(accelerator, rounds).undo)
         return rounds

@@ -40,11 +40,6 @@ class Residuals:
         """Whether there has been an exchange to owe something from, the same on all ranks: one may hold no element."""
         return self._plan is not None or bool(self._whole)
 
-    @property
-    def flats(self) -> list[torch.Tensor]:
-        """This rank's slices of all buckets."""
-        return list(self._slices.values())
-
     def reset(self) -> None:
         """Nothing is owed."""
         self._slices, self._plan, self._whole = {}, None, {}
@@ -87,8 +82,8 @@ class Residuals:
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """
-        Local shards of what is owed, as long as those of the parameters and 1-D; of the replicas of a shard all together,
-        the same in each. Collective over these.
+        Local shards of what is owed, as long as those of the parameters: 1-D where it was cut into buckets, in the parameters'
+        shapes where a checkpoint was read. Of the replicas of a shard all together, the same in each. Collective over these.
         """
         return {**self._whole, **self._gather(list(self._slices))}
 

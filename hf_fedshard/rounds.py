@@ -1,36 +1,37 @@
-"""The outer loop: counts optimizer steps, says when a round is over, and closes it."""
+"""The outer loop of one model: what a loop calls, how it begins and how it ends."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from . import guard
-from .advancing import AdvancingRounds
 from .anchors import SharedAnchors
 from .averaging import ModelAverager
-from .closing import Asked, Border, Rows, check_rows, left_out, make_metrics, make_row, metrics_alone, moments_agree
+from .closing_rounds import ClosingRounds
 from .config import FederationConfig
 from .course import Course
-from .held import Held
 from .initial import agree_on_model, broadcast_initial_state
 from .lora import freeze_first_factors
-from .mesh import FederationMesh, OverlapPeers, Peers
-from .metrics import RoundMetrics, exchange_rows
+from .mesh import FederationMesh
+from .metrics import RoundMetrics
 from .moments import drop_stale_state
-from .outcome import Outcome
 from .overlap import OverlappedAveraging
-from .periods import MeasuredRound
+from .peers import OverlapPeers, Peers
 from .proximal import ProximalTerm
 from .shards import reshard
-from .weights import group_weights
 from .wire_bytes import warn_of_padding
 
 
-class Rounds(AdvancingRounds):
+logger = logging.getLogger(__name__)
+
+
+class Rounds(ClosingRounds):
     """
     Federated averaging of one model (FL+FSDP and FL+HSDP, arXiv 2609.20359, with FedAvg of arXiv 1602.05629).
 
@@ -57,19 +58,22 @@ class Rounds(AdvancingRounds):
 
     Raises:
         FederationMismatchError: If ranks hold different parameters or settings.
-        ValueError: If the model cannot be federated, see [`check_trainable_parameters`].
+        ValueError: If the model cannot be federated, see [`check_trainable_parameters`], or the mesh has no communicators for
+            `overlap_steps` or `slow_backend`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        mesh: Peers,
+        mesh: FederationMesh,
         config: FederationConfig,
         optimizers: Iterable[torch.optim.Optimizer] = (),
         one_model: bool = True,
         num_training_steps: int | None = None,
     ) -> None:
         super().__init__(mesh, config, list(optimizers))
+        # Only its number: an exception holds the frames that it has come through.
+        self._begun_under = id(sys.exception())
         self.model = model
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
@@ -77,9 +81,9 @@ class Rounds(AdvancingRounds):
         self._when_finished: list[Callable[[], None]] = []
         if config.lora_average == "freeze_a" and mesh.layout.num_groups > 1:  # one group is plain training
             self.when_finished(freeze_first_factors(model, self.optimizers))
-        tier = self._slow_tier()
+        tier = self._slow_tier(mesh)
         self.peers: Peers = mesh if tier is None else tier
-        self._begin(one_model)
+        self._begin(mesh, one_model)
         self.averager = ModelAverager(model, self.peers, config, self.optimizers)
         self._anchors = SharedAnchors(self.averager)
         self._parameter_ids = {id(param) for param in model.parameters()}
@@ -99,25 +103,26 @@ class Rounds(AdvancingRounds):
             self.when_finished(term.remove)
         guard.attach(self)
 
-    def _slow_tier(self) -> OverlapPeers | None:
+    def _slow_tier(self, mesh: FederationMesh) -> OverlapPeers | None:
         """The communicators that the settings ask for: a mesh may have some that were made for another federation."""
-        config, mesh = self.config, self.mesh
-        assert isinstance(mesh, FederationMesh)
-        if mesh.layout.num_groups == 1 or (not config.overlap_steps and config.slow_backend is None):
+        overlap_steps, slow_backend = self.config.overlap_steps, self.config.slow_backend
+        if mesh.layout.num_groups == 1 or (not overlap_steps and slow_backend is None):
             return None
-        tier = mesh.find_slow_tier(config.slow_backend)
-        assert tier is not None, (
-            "these settings need build_federation_mesh(..., with_slow_tier=True, slow_backend=...)"
-        )
+        tier = mesh.find_slow_tier(slow_backend)
+        if tier is None:
+            raise ValueError(
+                f"overlap_steps={overlap_steps} and slow_backend={slow_backend!r} average on communicators of their own, which "
+                "this mesh was built without. Build it with build_federation_mesh(..., with_slow_tier=True, slow_backend="
+                f"{slow_backend!r}), or give it to add_slow_tier."
+            )
         return tier
 
-    def _begin(self, one_model: bool) -> None:
+    def _begin(self, mesh: FederationMesh, one_model: bool) -> None:
         """Makes sure that all groups plan the same and, if they are to, hold one model. Collective over the world."""
-        assert isinstance(self.mesh, FederationMesh)
-        agree_on_model(self.model, self.optimizers, self.mesh, self.config)
-        if self.mesh.layout.num_groups > 1 and one_model:
+        agree_on_model(self.model, self.optimizers, mesh, self.config)
+        if mesh.layout.num_groups > 1 and one_model:
             started = time.perf_counter()
-            broadcast_initial_state(self.model, self.mesh)
+            broadcast_initial_state(self.model, mesh)
             # The model has crossed the slow link once, and the proof that it arrived has waited for the device. An averaging
             # sends up to twice as much, with both moments of the optimizer three times that.
             factor = 2 if self.config.inner_moments == "keep" else 6
@@ -152,11 +157,24 @@ class Rounds(AdvancingRounds):
         Ends the federation: averages the last round even if it is short. Collective; call it on every rank, before the
         model is evaluated for the last time or saved.
 
+        While an exception is on its way, in a `finally` say, it averages nothing and waits for nobody: the other ranks may never
+        come. A line in the log says so, since each group then keeps a model of its own. One that was being handled when the
+        federation began does not count.
+
         Returns:
             [`RoundMetrics`] or `None`: The metrics of the last round, in their `earlier` those of a round that was in flight;
             `None` if the model was at a border already.
         """
-        metrics = None if self.at_border else self.close().report()
+        metrics, error = None, sys.exception()
+        if error is not None and id(error) != self._begun_under and not self.at_border:
+            logger.error(
+                "fedavg.finish() was called while %s is on its way or being handled, %d steps into a round: the groups were not "
+                "averaged. If all ranks have come here, call it behind the `except` block.",
+                type(error).__name__,
+                self.steps,
+            )
+        elif not self.at_border:
+            metrics = self.close().report()
         self.release()
         return metrics
 
@@ -182,111 +200,11 @@ class Rounds(AdvancingRounds):
         """
         self._when_finished.append(undo)
 
-    def close(self, votes: Mapping[str, bool] | None = None, sums: Mapping[str, float] | None = None) -> Border:
-        """
-        Closes the round: every group's parameters become their average. Collective over the world.
-
-        Order on every rank: what is in flight, see [`OverlappedAveraging`], also of other federations on the same slow tier,
-        so that no other thread uses it; the small exchange of metrics and votes; that of anchors if those of the groups
-        differ; one of weights if a function gives them, then those of [`ModelAverager.average`]; then the period of the next
-        round, if it is measured, and what its phase needs. What is done depends only on values that all ranks have
-        exchanged, so they stay together.
-
-        After synchronous steps the groups hold one model already: in place of the average stands the proof of that, and
-        there is no outer step. Nor is there one of what has made its step in this round, beside the steps, or in a round
-        without a step: see [`ModelAverager.average`].
-
-        Args:
-            votes (`Mapping[str, bool]`, *optional*):
-                Requests of this rank, under the same names on all ranks.
-            sums (`Mapping[str, float]`, *optional*):
-                Numbers of this rank to be summed over all ranks, under the same names on all ranks.
-
-        Returns:
-            [`Border`]: Metrics, and the votes and sums of all ranks.
-
-        Raises:
-            RuntimeError: On every rank, if no group has finite parameters.
-            FederationMismatchError: On every rank, if the groups made different numbers of steps or train different
-                parameters.
-        """
-        asked = Asked(votes or {}, sums or {})
-        if self.mesh.layout.num_groups == 1:
-            return self._close_alone(asked)
-        turn = self._turn()
-        earlier, is_border, beside = self._drain()
-        self.averager.wait()
-        if is_border:
-            # Started after the very step that is behind: its outcome is the model, and there is nothing else to average.
-            return self._border_as_it_is(earlier.pop(), asked)
-        held = self.averager.tensors.collect(self.fragments)
-        # After the line above the device has done the steps, and the clock says how long they took.
-        waited = self._tally.waited_seconds
-        group_size = self.mesh.layout.group_size
-        bytes_sent = self.course.slow_bytes(held.parameter_bytes())
-        seconds = self._tally.own_seconds()
-        row = make_row(held, self._tally, self.steps, self._num_updates(), seconds, bytes_sent, group_size)
-        row.update({name: float(value) for name, value in self._anchors.row().items()})
-        rows, wait_seconds = exchange_rows(row | asked.row(), self.peers)
-        check_rows(rows, held, self.round + 1)
-        start = time.perf_counter()
-        outcome, bytes_besides = self._average(held, rows, turn)
-        metrics = make_metrics(
-            rows,
-            self.peers,
-            outcome,
-            round=self.round + 1,
-            steps=self.steps,
-            seconds=self._tally.seconds(),
-            wait_seconds=waited + wait_seconds,
-            sync_seconds=time.perf_counter() - start,
-            period=None if isinstance(self.config.sync_every, int) else self.course.period,
-            synchronous=self.synchronous,
-            bytes_besides=bytes_besides,
-        )
-        if not self.synchronous:
-            self.border_seconds = metrics.sync_seconds
-        if earlier and self.untouched:
-            # The round has ended, and its last fragment was in flight: this is its border, and no round of its own.
-            self._restart_round()
-            self.course.begin()
-            return earlier[-1].with_border(metrics, *asked.answers(rows), tuple(earlier[:-1]))
-        slowest = max(rows["seconds"]) / group_size
-        self.course.end(MeasuredRound(self.steps, slowest, metrics.sync_seconds, metrics.known_drift))
-        self._next_round()
-        self.course.begin()
-        return Border(beside.add_to(metrics), *asked.answers(rows), tuple(earlier))
-
-    def _border_as_it_is(self, border: Border, asked: Asked) -> Border:
-        """A border whose averaging was in flight; what is asked for now was not. Collective over the world if anything is."""
-        self.averager.leave_out_frozen()
-        row = asked.row()
-        rows = exchange_rows(row, self.peers)[0] if row else {}
-        return Border(border.metrics, *asked.answers(rows), (border,))
-
-    def _average(self, held: Held, rows: Rows, turn: Collection[str] | None) -> tuple[Outcome, int]:
-        """What it came to, and what this rank's group has sent for it beside the rows' `slow_bytes`."""
-        if self.course.holds_one_model(held.shards):
-            return self.averager.take_as_it_is(held, left_out(rows)), 0
-        bytes_besides = self._anchors.unify(rows, self.round + 1)
-        if self.synchronous:  # there was to be nothing to average
-            bytes_besides += int(rows["parameter_bytes"][self.peers.group_index])
-        excluded = left_out(rows)
-        # Without a counted step, after fragments or in the middle of the first one, there is nothing to weigh by.
-        rule = self.config.group_weights if self.steps else "uniform"
-        weights = group_weights(rule, rows, excluded, self.peers)
-        with_moments = moments_agree(rows, self.peers, self.round + 1)
-        step = not self.synchronous
-        outcome = self.averager.average(held, weights, excluded, with_moments, step=step, turn=turn)
-        return outcome, bytes_besides
-
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters that this object averages."""
         return any(id(param) in self._parameter_ids for group in optimizer.param_groups for param in group["params"])
 
-    def _close_alone(self, asked: Asked) -> Border:
-        """One group: plain FSDP or HSDP. There is nobody to average with, and nothing is touched."""
-        metrics = metrics_alone(self._tally, self.round + 1, self.steps, self.mesh.layout.group_size)
-        self.course.end(MeasuredRound(self.steps, metrics.seconds, 0.0, 0.0))
-        self._next_round()
-        return Border(metrics, dict(asked.votes), dict(asked.sums))
+    def is_about(self, model: nn.Module) -> bool:
+        """Whether this object averages a model: it, a part of it, or what is wrapped around it."""
+        own = set(self.model.modules())
+        return any(module in own for module in model.modules())

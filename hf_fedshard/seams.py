@@ -10,6 +10,9 @@ from typing import Any
 from .versions import TESTED_VERSIONS
 
 
+_MARK = "_hf_fedshard_replacement"
+
+
 class UpstreamChangedError(RuntimeError):
     """A method of Trainer or Accelerate that this package stands on is missing or takes other arguments."""
 
@@ -77,11 +80,52 @@ def check_attribute(instance: Any, name: str) -> None:
         )
 
 
+class _Replacement:
+    """One method of one instance, replaced; several may lie on top of each other."""
+
+    def __init__(self, instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.instance = instance
+        self.name = name
+        self.below = vars(instance).get(name)
+        original = getattr(instance, name)
+        replacement = make(original)
+
+        # Upstream looks at signatures, for `use_gather_object` for example.
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (original if self.is_over else replacement)(*args, **kwargs)
+
+        self.is_over = False
+        self.call = call
+        call.__dict__[_MARK] = self
+        setattr(instance, name, call)
+
+    def end(self) -> None:
+        """
+        Takes it off. What was laid on top of it stays, and calls what lies below: of two federations on one accelerator
+        either may end first.
+        """
+        self.is_over = True
+        while (top := _on_top(self.instance, self.name)) is not None and top.is_over:
+            if top.below is None:
+                delattr(self.instance, self.name)
+            else:
+                setattr(self.instance, self.name, top.below)
+
+
+def _on_top(instance: Any, name: str) -> _Replacement | None:
+    """The replacement that a call of the method meets first, unless that is somebody else's."""
+    held = vars(instance).get(name)
+    found: _Replacement | None = getattr(held, _MARK, None)
+    # What somebody has laid on top with `functools.wraps` has the mark too.
+    return found if found is not None and found.call is held else None
+
+
 class Patches:
     """Replacements of bound methods on instances, to be undone together. Classes are never touched."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._replacements: list[_Replacement] = []
 
     def replace(self, instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """
@@ -95,18 +139,9 @@ class Patches:
             make (`Callable`):
                 Called with the method as it is now, returns what takes its place.
         """
-        own, original = vars(instance).get(name), getattr(instance, name)
-        replacement = make(original)
-
-        # Upstream looks at signatures, for `use_gather_object` for example.
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return replacement(*args, **kwargs)
-
-        setattr(instance, name, call)
-        self._undo.append(lambda: setattr(instance, name, own) if own is not None else delattr(instance, name))
+        self._replacements.append(_Replacement(instance, name, make))
 
     def undo(self) -> None:
-        """Puts everything back, last first."""
-        while self._undo:
-            self._undo.pop()()
+        """Takes everything off, last first. What others have laid on top stays, and calls what lies below."""
+        while self._replacements:
+            self._replacements.pop().end()

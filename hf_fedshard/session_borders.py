@@ -101,7 +101,8 @@ class SessionBorders:
         # Ahead of the requests: a line of the rounds clears `should_log`, and Trainer's own would be lost.
         for earlier in border.earlier:
             reports.note_round(earlier)
-        if border.metrics not in [earlier.metrics for earlier in border.earlier]:
+        # Where the first step of a round was begun and not counted, the border belongs to no round, and there is nothing to log.
+        if border.metrics.steps and border.metrics not in [earlier.metrics for earlier in border.earlier]:
             # One line a round: Trainer's own where it is due, else one for the metrics. By the votes, which are the same on
             # all ranks: the lines before may have had a callback ask for a log on one.
             follows = border.votes["should_log"] and state.global_step > self.trainer._globalstep_last_logged

@@ -9,9 +9,10 @@ import torch
 from transformers import Trainer, TrainerState
 from transformers.utils import logging
 
+from .border import Border
 from .config import FederationConfig
 from .metrics import RoundMetrics
-from .rounds import Border, Rounds
+from .rounds import Rounds
 
 
 logger = logging.get_logger(__name__)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .config import FederationConfig
-from .mesh import OverlapPeers
+from .peers import OverlapPeers
 from .rounds import Rounds
 from .simulated_gradients import SimulatedGradients
 from .simulated_peers import SimulatedPeers
@@ -17,11 +17,11 @@ from .simulated_peers import SimulatedPeers
 class _SimulatedRounds(Rounds):
     """Rounds of a group that was copied from the others, so that nothing has to be agreed upon."""
 
-    def _begin(self, one_model: bool) -> None:
+    def _begin(self, mesh: Any, one_model: bool) -> None:
         pass
 
-    def _slow_tier(self) -> OverlapPeers:
-        peers: Any = self.mesh
+    def _slow_tier(self, mesh: Any) -> OverlapPeers:
+        peers: OverlapPeers = mesh
         return peers
 
 

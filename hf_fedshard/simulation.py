@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from .border import Border
 from .config import FederationConfig
 from .handshake import FederationMismatchError
 from .layout import FederationLayout
 from .lora import check_adapters
 from .metrics import RoundMetrics
-from .rounds import Border
 from .selection import Selection
 from .simulated_gradients import average_gradients
 from .simulated_groups import SimulatedGroup

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .mesh import Peers
+from .peers import Peers
 from .selection import Selection
 from .shards import persistent_buffers, shards_of
 from .tensors import all_finite

@@ -14,7 +14,6 @@ from .checkpoint_choice import check_whole, list_checkpoints
 from .checkpoint_folder import check_writable, clean_up
 from .checkpoint_layout import DESCRIPTION_NAME, read_description
 from .group_checkpoint import load_buffers, load_progress
-from .manifest import CheckpointError
 from .parts import IN_PARTS, PART, check_same_run, kind_of, part_name
 from .reshape import describe_reshape
 from .scheduled_requests import epoch_is_whole
@@ -106,7 +105,7 @@ class TrainerResuming(TrainerSeams):
         error: Exception | None = None
         try:
             check_same_run(folder, self.run.place.layout, self.run.config)
-        except CheckpointError as problem:
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
             error = problem
         together("Resuming", error)
         arguments = self.trainer.args
@@ -129,7 +128,7 @@ class TrainerResuming(TrainerSeams):
             load_model(folder, model, self.run.place)
             if kind_of(folder) == PART:
                 load_buffers(folder, model, self.run.place.group.rank())
-        except CheckpointError as problem:
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
             error = problem
         together("Resuming", error)
 
@@ -151,7 +150,7 @@ class TrainerResuming(TrainerSeams):
             sentence = describe_reshape(saved, self.run.place.layout, rule)
             if sentence and dist.get_rank() == 0:
                 logger.warning(sentence)
-        except CheckpointError as problem:
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
             error = problem
         together("Resuming", error)
 

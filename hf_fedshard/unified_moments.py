@@ -14,9 +14,9 @@ from .counters import counters_of, exchange_counts, settle_counters
 from .exchange import run_exchange
 from .exchange_plan import plan_exchange
 from .initial import hold_the_same_bits
-from .mesh import Peers
 from .metrics import exchange_rows
 from .moments import reset_moments
+from .peers import Peers
 from .shards import local_part
 from .tensors import all_finite
 

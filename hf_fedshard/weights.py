@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .mesh import Peers
 from .metrics import exchange_rows
+from .peers import Peers
 
 
 BY_NAME = ("uniform", "samples", "tokens", "steps")

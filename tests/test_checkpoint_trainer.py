@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -205,6 +208,29 @@ def test_another_run_is_refused_by_name(world4: WorkerPool, trained: tuple[Path,
 
     options, text = OTHERS[case]
     assert re.search(text, fail(world4, trained[0], **options), re.DOTALL)
+
+
+def unreadable(folder: str, module: str, name: str) -> None:
+    """One rank fails in what it reads by itself, with an error that is not of this package."""
+    with contextlib.ExitStack() as stack:
+        if os.environ["RANK"] == "1":
+            broken = mock.Mock(side_effect=KeyError("last_epoch"))
+            stack.enter_context(mock.patch.object(importlib.import_module(module), name, broken))
+        train(folder, True, ddp_timeout=20)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["trainer_resuming.load_model", "trainer_resuming.load_group_state", "outer_checkpoint.load_outer_state"],
+)
+def test_one_rank_that_cannot_read(world4: WorkerPool, trained: tuple[Path, Any], where: str) -> None:
+    module, name = f"hf_fedshard.{where}".rsplit(".", 1)
+    errors = world4.run_failing(
+        unreadable, str(trained[0]), module, name, env=FL_FSDP, init_group=False, limit_seconds=60
+    )
+    for error in errors:
+        assert error.type_name == "CheckpointError", error
+        assert "Resuming failed. On rank 1: KeyError: 'last_epoch'" in error.message
 
 
 def failing(folder: str) -> Any:

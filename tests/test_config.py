@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Unpack, get_type_hints
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 from hf_fedshard import FedAvgCallback, FederatedFSDPPlugin, FederationConfig, environment
+from hf_fedshard.settings import FederationSettings, PluginSettings
 from tests.harness.environment import patched_environment
 
 
@@ -400,3 +402,14 @@ def test_environment_of_a_launch(root: Any) -> None:
         assert environment.launched_auto_wrap_policy() == "TRANSFORMER_BASED_WRAP"
         assert environment.launch_asks_for_fsdp()
         assert FederationConfig.from_arguments(num_groups=2).layout(8, sizes).replicate_size == 2
+
+
+def test_settings_as_keyword_arguments() -> None:
+    """What type checkers are told of the callback and the plugin is what the configuration and Accelerate take."""
+    fields = get_type_hints(FederationConfig)
+    settings = get_type_hints(FederationSettings)
+    assert settings == {name: fields[name] | None for name in fields if name not in ("num_groups", "sync_every")}
+    upstream = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
+    assert set(get_type_hints(PluginSettings)) - set(settings) == upstream
+    for owner, told in ((FedAvgCallback, FederationSettings), (FederatedFSDPPlugin, PluginSettings)):
+        assert get_type_hints(owner.__init__)["settings"] == Unpack[told]

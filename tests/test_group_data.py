@@ -14,7 +14,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from hf_fedshard import FedAvgCallback, GroupData, group_dataset, rounds, split_by_column
+from hf_fedshard import FedAvgCallback, GroupData, closing_rounds, group_dataset, split_by_column
 from hf_fedshard.closing import make_row
 from hf_fedshard.endless_stream import EndlessStream
 from tests.harness.comparison import assert_matches, refer
@@ -208,7 +208,7 @@ def counted(folder: str, data: Any) -> tuple[list[tuple[float, float]], list[flo
         found.append((values["samples"], values["all_tokens"]))
         return values
 
-    with mock.patch.object(rounds, "make_row", row):
+    with mock.patch.object(closing_rounds, "make_row", row):
         callback = FedAvgCallback(num_groups=2, sync_every=3, group_weights="samples")
         options = {"train_dataset": data, "per_device_train_batch_size": 2, "max_steps": 6}
         trainer = tiny_trainer(folder, federated=False, before=(callback,), **options)

@@ -298,6 +298,22 @@ class SkipOneStep(TrainerCallback):
             kwargs["optimizer"].optimizer.step, self.held = self.held, None
 
 
+class RoundsInOrder(TrainerCallback):
+    """Every round is logged once, with a number of its own and with steps."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, int]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "fedshard/round" in logs:
+            self.rounds.append((logs["fedshard/round"], logs["fedshard/steps"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert [number for number, _ in self.rounds] == list(range(1, len(self.rounds) + 1)), self.rounds
+        assert all(steps > 0 for _, steps in self.rounds), self.rounds
+        assert sum(steps for _, steps in self.rounds) == state.global_step, self.rounds
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"overlap_steps": 2}, {"group_weights": "samples"}],
@@ -314,6 +330,7 @@ def test_a_border_in_a_step_that_one_group_skips(world4: WorkerPool, tmp_path: P
         max_steps=7,
         federated=False,
         before=(partial(FedAvgCallback, num_groups=2, sync_every=3, **settings), partial(SkipOneStep, 3)),
+        after=(RoundsInOrder,),
         ddp_timeout=20,
         env=FL_FSDP,
         limit_seconds=LIMIT,

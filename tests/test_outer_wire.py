@@ -71,7 +71,7 @@ def run_one(mesh: FederationMesh, settings: dict[str, Any]) -> dict[str, Any]:
             found["anchored"].append(all(torch.equal(anchor, shards[name]) for name, anchor in anchors.items()))
             found["owes"].append(bool(averager.residuals))
     found["elements"] = sum(shard.numel() for shard in found["held"][0].values())
-    found["residual_elements"] = sum(flat.numel() for flat in averager.residuals.flats)
+    found["residual_elements"] = sum(flat.numel() for flat in averager.residuals._slices.values())
     run.rounds.finish()
     guard.detach(run.rounds)
     return found
@@ -227,12 +227,12 @@ def test_group_left_out_forgets_what_it_owed() -> None:
     simulation = simulate(single(), 3, wire_format="int4")
     move(simulation)
     owed = [group.rounds.averager.residuals for group in simulation.groups]
-    assert all(any(flat.any() for flat in residuals.flats) for residuals in owed)
+    assert all(any(flat.any() for flat in residuals._slices.values()) for residuals in owed)
     with torch.no_grad():
         next(simulation.groups[1].model.parameters()).fill_(float("nan"))
     metrics = move(simulation)
     assert metrics.excluded == (1,)
-    for bucket, flat in enumerate(owed[1].flats):
+    for bucket, flat in enumerate(owed[1]._slices.values()):
         # It has encoded the sum of its own part, and owes what that has lost.
         parts = flat.view(3, -1)
         assert not parts[0].any() and not parts[2].any() and parts[1].any(), bucket

@@ -115,24 +115,24 @@ def test_a_border_right_after_a_round_is_no_round(world4: WorkerPool, where: str
 
 def finished_twice() -> Any:
     """Body: a blocking federation that is closed again where no step was made."""
-    run = OverlapRun(make_mesh(), **WHOLE)
+    run = OverlapRun(make_mesh(), **{**WHOLE, "sync_every": "4x1,2x1,3"})
     for step in range(4):
         run.step(step)
     state = full_state(run.model)
     momentum = [
         value.clone() for held in run.rounds.averager.outer.optimizer.state.values() for value in held.values()
     ]  # type: ignore[union-attr]
-    run.rounds.close()
+    closed = [run.rounds.close().metrics for _ in range(2)]
+    place = [(each.round, each.steps) for each in closed], run.rounds.round, run.rounds.course.period
     after = [value.clone() for held in run.rounds.averager.outer.optimizer.state.values() for value in held.values()]  # type: ignore[union-attr]
     again = full_state(run.model)
     run.release()
-    return all(map(torch.equal, momentum, after)), all(
-        torch.equal(tensor, again[name]) for name, tensor in state.items()
-    )
+    equal = all(torch.equal(tensor, again[name]) for name, tensor in state.items())
+    return all(map(torch.equal, momentum, after)), equal, place
 
 
-def test_a_round_without_a_step_makes_no_outer_step(world4: WorkerPool) -> None:
-    assert world4.run(finished_twice) == [(True, True)] * 4
+def test_a_border_without_a_step_makes_no_outer_step_and_is_no_round(world4: WorkerPool) -> None:
+    assert world4.run(finished_twice) == [(True, True, ([(1, 0), (1, 0)], 1, 2))] * 4
 
 
 TWO: tuple[dict[str, Any], ...] = (

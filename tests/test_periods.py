@@ -142,6 +142,35 @@ def test_a_group_alone_has_no_drift(weights: str) -> None:
     assert [group.rounds.course.period for group in simulation.groups] == [8, 8]
 
 
+@pytest.mark.parametrize(("every", "then"), [("drift", 16), ("8x1,5x1,3", 5)])
+def test_a_border_without_a_counted_step_is_no_round(every: str, then: int) -> None:
+    """Also where every optimizer has made a step that is counted afterwards: the groups are averaged, and the period stays."""
+    config = FederationConfig(2, every, max_drift=1.0 if every == "drift" else None)
+    simulation = Simulation(torch.nn.Linear(2, 2), config, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+    def train() -> None:
+        for group in simulation.groups:
+            (group.model(torch.ones(1, 2)).sum() * (1 + group.index)).backward()
+            group.optimizer.step()
+            group.optimizer.zero_grad()
+
+    for _ in range(8):
+        train()
+        for group in simulation.groups:
+            group.count_step()
+        metrics = simulation.step()
+    assert metrics is not None and 0 < metrics.drift < 1
+    simulation.close()
+    train()
+    weights = [group.model.weight.detach().clone() for group in simulation.groups]
+    assert not torch.equal(*weights)
+    border = simulation.close()
+    for group in simulation.groups:
+        assert torch.equal(group.model.weight, sum(weights) / 2)
+        assert (group.rounds.course.period, group.rounds.round) == (then, 1)
+    assert (border.metrics.round, border.metrics.steps) == (1, 0)
+
+
 @pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_list_is_the_reference(size: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pool: WorkerPool = request.getfixturevalue(f"world{size}")

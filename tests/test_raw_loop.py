@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.harness.launch_env import fsdp_launch_env
 from tests.harness.models import full_state, tiny_llama
 from tests.harness.pool import WorkerPool
 from tests.harness.reference import train_reference
+from tests.test_wrong_use_loop import Loop
 
 
 SYNC_EVERY = 2
@@ -243,3 +245,50 @@ def test_what_is_done_at_a_border_is_no_part_of_a_round(world4: WorkerPool) -> N
         assert len(seconds) == 2 and is_put_back
         # Without the pause, however long a busy machine takes for the rest.
         assert STEP <= seconds[1] <= longest
+
+
+def waited(folder: str) -> bool:
+    """Rank 0 writes at a border, while the model is in training mode; inside a round group 0 waits for group 1 by a file alone."""
+    loop, rank = Loop(), dist.get_rank()
+    written, passed = Path(folder, "written"), Path(folder, "passed")
+    if rank == 0:
+        time.sleep(0.5)
+        written.touch()
+    loop.accelerator.wait_for_everyone()
+    is_there = written.exists()
+    loop.step()
+    while rank == 0 and not passed.exists():
+        time.sleep(0.01)
+    loop.accelerator.wait_for_everyone()
+    if rank == 2:
+        passed.touch()
+    loop.rounds.finish()
+    return is_there
+
+
+def test_waiting_is_for_all_at_a_border_and_for_the_group_in_a_round(world4: WorkerPool, tmp_path: Path) -> None:
+    assert (
+        world4.run(waited, str(tmp_path), env=fsdp_launch_env(2, 2), init_group=False, limit_seconds=60) == [True] * 4
+    )
+
+
+def rounds_of_one_number() -> list[tuple[float, float]]:
+    """A round is begun, and begins again under the same number, after a pause: of a model put back, and of a border."""
+    loop = Loop()
+    found = []
+    for again in (lambda: loop.rounds.restore({"round": 0, "steps": 0}), loop.rounds.close):
+        loop.accelerator.backward(loop.model(**collate(token_samples(1))).loss)
+        again()
+        time.sleep(0.1)
+        began = time.perf_counter()
+        loop.step()
+        metrics = loop.step()
+        found.append((metrics.seconds, time.perf_counter() - began))
+    loop.rounds.finish()
+    return found
+
+
+def test_the_clock_of_a_round_that_begins_again(world4: WorkerPool) -> None:
+    for rank in world4.run(rounds_of_one_number, env=fsdp_launch_env(2, 2), init_group=False):
+        for seconds, lasted in rank:
+            assert seconds <= lasted

@@ -74,17 +74,23 @@ def test_batchnorm_buffers_are_averaged_over_all_ranks(world4: WorkerPool) -> No
     assert_one_model(states, reference(tiny_batchnorm, sgd, features=True).state)
 
 
-def vote() -> Any:
-    federation, rank = Federation(tiny_llama()), dist.get_rank()
+def vote(num_groups: int) -> Any:
+    federation, rank = Federation(tiny_llama(), num_groups), dist.get_rank()
     votes = {"one": rank == 3, "none": False, "all": True}
     border = federation.rounds.close(votes, {"rank": float(rank), "ones": 1.0})
-    return border.votes, border.sums
+    federation.rounds.count_step(float(rank), tokens=12)
+    return border.votes, border.sums, federation.rounds.close().metrics
 
 
-def test_votes_and_sums(world4: WorkerPool) -> None:
-    for votes, sums in world4.run(vote):
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_votes_and_sums(world4: WorkerPool, num_groups: int) -> None:
+    """Of all ranks, and so are the losses, also where there is one group and nothing to average."""
+    ranks = world4.run(vote, num_groups)
+    for votes, sums, metrics in ranks:
         assert votes == {"one": True, "none": False, "all": True}
         assert sums == {"rank": 6.0, "ones": 4.0}
+        assert metrics.losses == ((1.5,) if num_groups == 1 else (0.5, 2.5))
+        assert metrics.tokens_per_second == ranks[0][2].tokens_per_second
 
 
 def unfreeze(mode: str) -> tuple[dict[str, torch.Tensor], int, int]:

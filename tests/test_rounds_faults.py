@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hf_fedshard.config import FederationConfig
+from hf_fedshard.layout import FederationLayout
+from hf_fedshard.mesh import build_federation_mesh
 from hf_fedshard.rounds import Rounds
 from hf_fedshard.tensors import all_finite
 from tests.harness.models import tiny_llama
@@ -140,6 +143,15 @@ def test_unequal_parameters(world4: WorkerPool) -> None:
     errors = world4.run_failing(unequal_parameters)
     assert {error.type_name for error in errors} == {"FederationMismatchError"}
     assert all("requires_grad was changed in some groups only" in error.message for error in errors)
+    own = [
+        int(
+            re.search(r"group averages (\d+) parameters, model.embed_tokens.weight to lm_head.weight", error.message)[
+                1
+            ]
+        )
+        for error in errors
+    ]
+    assert own[0] == own[1] < own[2] == own[3]
 
 
 def overdue(finish: bool) -> int:
@@ -164,6 +176,33 @@ def test_steps_that_nobody_averages_raise(world4: WorkerPool, finish: bool, step
     assert world4.run(overdue, finish) == [steps] * 4
 
 
+def ended_by_an_error() -> Any:
+    """
+    A run that begins in an `except` block, as a second attempt may, and ends there. Then one rank fails in a round, and its
+    `finally` ends the federation; the others have not come that far.
+    """
+    rank, found = dist.get_rank(), []
+    for attempt in range(2):
+        try:
+            raise ValueError("the first attempt")
+        except ValueError:
+            federation = Federation(tiny_llama())
+            federation.train(draws(rank, 1)[0])
+            federation.rounds.count_step()
+            if not attempt:
+                found.append(federation.rounds.finish() is not None)
+    if rank != 1:
+        return found
+    try:
+        raise OSError("no such disk")
+    except OSError:
+        return [*found, federation.rounds.finish(), federation.rounds.at_border]
+
+
+def test_the_end_of_a_federation_waits_for_nobody_after_an_error(world4: WorkerPool) -> None:
+    assert world4.run(ended_by_an_error, limit_seconds=20) == [[True], [True, None, False], [True], [True]]
+
+
 def settings_differ() -> None:
     from hf_fedshard.config import FederationConfig
     from hf_fedshard.rounds import Rounds
@@ -176,6 +215,19 @@ def test_settings_that_differ(world4: WorkerPool) -> None:
     errors = world4.run_failing(settings_differ)
     assert {error.type_name for error in errors} == {"FederationMismatchError"}
     assert all("sync_every: 3 on ranks 0-2; 4 on rank 3" in error.message for error in errors)
+
+
+def without_slow_tier(settings: dict[str, Any]) -> None:
+    mesh = build_federation_mesh("cpu", FederationLayout(2, 1, {"dp_shard": 2}))
+    Rounds(fully_shard(tiny_llama(), mesh=mesh.fsdp), mesh, FederationConfig(2, 2, **settings))
+
+
+@pytest.mark.parametrize("settings", [{"overlap_steps": 1}, {"slow_backend": "gloo"}], ids=str)
+def test_a_mesh_without_communicators_for_the_averaging(world4: WorkerPool, settings: dict[str, Any]) -> None:
+    for error in world4.run_failing(without_slow_tier, settings):
+        assert error.type_name == "ValueError"
+        assert "with_slow_tier=True" in error.message
+        assert all(f"{name}={value!r}" in error.message for name, value in settings.items())
 
 
 def without_optimizer(settings: dict[str, Any], other: bool) -> None:

@@ -47,13 +47,12 @@ class Loop:
         if federate:
             self.rounds = self.plugin.federate(self.accelerator, self.model)
 
-    def step(self, count: bool = True) -> None:
+    def step(self, count: bool = True) -> Any:
         batch = collate(token_samples(1))
         self.accelerator.backward(self.model(**batch).loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if count:
-            self.rounds.step()
+        return self.rounds.step() if count else None
 
 
 def _loop(**options: Any) -> None:
