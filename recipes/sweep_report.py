@@ -3,13 +3,13 @@
     python recipes/sweep_report.py --results docs/data/study-2026-11-30.jsonl --document docs/study.md
 
 A table takes the place between `<!-- table: NAME STEPS SIZE -->` and `<!-- end of table -->`: one of [`TABLES`], of runs of
-so many steps and models of so many millions of parameters, `runs 400 1M` say. `NAME STEPS SIZE KEY=VALUE` takes those alone
-that have this in their model's configuration, and `KEY=` those that leave it as the preset has it.
+so many steps and models of so many millions of parameters, `runs 400 1M` say. `NAME STEPS SIZE KEY=VALUE ...` takes those alone
+that have this in their model's configuration or their federation's, and `KEY=` those that leave it as it is.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from transformers import HfArgumentParser
 
 from sweep_results import Result, read_results
 from sweep_rows import Row, above, best_synchronous, error_above, front, merge_seeds
-from sweep_settings import describe
+from sweep_settings import Setting, describe
 
 
-MARKER = re.compile(r"(<!-- table: ([\w-]+) (\d+) (\d+)M(?: (\w+)=(\S*))? -->\n).*?(<!-- end of table -->)", re.S)
+MARKER = re.compile(r"(<!-- table: ([\w-]+) (\d+) (\d+)M((?: \w+=\S*)*) -->\n).*?(<!-- end of table -->)", re.S)
 
 
 @dataclass
@@ -111,7 +111,7 @@ def fill(text: str, results: Iterable[Result]) -> str:
         text (`str`):
             The document.
         results (`Iterable[Result]`):
-            All runs. A table takes those of its number of steps, its size of model and its value in the configuration.
+            All runs. A table takes those of its number of steps, its size of model and its values in the configuration.
 
     Returns:
         `str`: The document with its tables.
@@ -122,7 +122,8 @@ def fill(text: str, results: Iterable[Result]) -> str:
     results = list(results)
 
     def one(match: re.Match[str]) -> str:
-        name, steps, millions, key, value = match[2], int(match[3]), int(match[4]), match[5], match[6]
+        name, steps, millions = match[2], int(match[3]), int(match[4])
+        chosen = dict(pair.split("=", 1) for pair in match[5].split())
         if name not in TABLES:
             raise ValueError(f"Tables are {', '.join(TABLES)}, got {name!r}.")
         rows = merge_seeds(
@@ -130,14 +131,19 @@ def fill(text: str, results: Iterable[Result]) -> str:
             for result in results
             if result.setting.max_steps == steps
             and round(result.num_parameters / 1e6) == millions
-            and (key is None or str(result.setting.model.get(key, "")) == value)
+            and _has(result.setting, chosen)
         )
         models = sorted({str(row.setting.model) for row in rows})
         if len(models) > 1:
             raise ValueError(f"A table is of one model, got {', '.join(models)}: choose by KEY=VALUE or KEY=.")
-        return match[1] + "\n".join(TABLES[name](rows)) + "\n" + match[7]
+        return match[1] + "\n".join(TABLES[name](rows)) + "\n" + match[6]
 
     return MARKER.sub(one, text)
+
+
+def _has(setting: Setting, chosen: Mapping[str, str]) -> bool:
+    values = {**setting.federation, **setting.model}
+    return all(str(values.get(key, "")) == value for key, value in chosen.items())
 
 
 def _values(row: Row, baseline: Row) -> list[str]:

@@ -228,6 +228,10 @@ def test_tables_are_of_one_model() -> None:
         fill(text.format(""), [*some_results(), *wide])
     chosen = fill(text.format(" initializer_range=0.06"), [*some_results(), *wide])
     assert "| sync_every=8 | 4 | 0.003 | 73.7 | 4.300 | +2.4% | 12.5% | 1 |" in chosen and "148.4" not in chosen
+    coded = result(4.1, 0.03, sync_every=8, wire_format="int8", model={"initializer_range": 0.06})
+    plain = fill(text.format(" initializer_range=0.06 wire_format="), [*some_results(), *wide, coded])
+    assert plain.split("\n", 1)[1] == chosen.split("\n", 1)[1]
+    assert "wire_format=int8" in fill(text.format(" initializer_range=0.06"), [*some_results(), *wide, coded])
     others = fill(text.format(" initializer_range="), [*some_results(), *wide])
     assert others.split("\n", 1)[1] == fill(text.format(""), some_results()).split("\n", 1)[1]
 
