@@ -221,7 +221,10 @@ def _unfrozen(only_in_one_group: bool) -> None:
 def test_parameters_unfrozen_in_one_group_only(world4: WorkerPool) -> None:
     world4.run(_unfrozen, False, env=HSDP, init_group=False)
     errors = world4.run_failing(_unfrozen, True, env=HSDP, init_group=False)
-    check(errors, "FederationMismatchError", "train different parameters")
+    check(
+        errors, "FederationMismatchError", "train different parameters", "This rank's group averages", num_messages=2
+    )
+    assert len(errors) == 4
 
 
 def _unequal_steps() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hf_fedshard import export_checkpoint, outer_checkpoint, residual_checkpoint
+from hf_fedshard import export_checkpoint, local_layers, outer_checkpoint, residual_checkpoint
 from hf_fedshard.manifest import find_damage
 from hf_fedshard.residual_checkpoint import take_residuals
 from hf_fedshard.shards import as_sharded
@@ -188,7 +188,7 @@ def resumed(folder: str, until: int | None, **options: Any) -> dict[str, Any]:
     loop = Loop(folder, seed=3, kind="small", **options)
     warnings: list[str] = []
     with contextlib.ExitStack() as stack:
-        for module in (outer_checkpoint, residual_checkpoint):
+        for module in (local_layers, outer_checkpoint, residual_checkpoint):
             note = mock.patch.object(module.logger, "warning", lambda text, *args: warnings.append(text % args))
             stack.enter_context(note)
         loop.accelerator.load_state()
