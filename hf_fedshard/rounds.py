@@ -157,9 +157,9 @@ class Rounds(ClosingRounds):
         Ends the federation: averages the last round even if it is short. Collective; call it on every rank, before the
         model is evaluated for the last time or saved.
 
-        While an exception is on its way, in a `finally` say, it averages nothing and waits for nobody: the other ranks may never
-        come. A line in the log says so, since each group then keeps a model of its own. One that was being handled when the
-        federation began does not count.
+        While an exception is on its way or being handled, in a `finally` or an `except` say, it averages nothing and waits for
+        nobody: the other ranks may never come. A line in the log says so, and the federation goes on: behind the block it can be
+        ended. An exception that was being handled when the federation began does not count.
 
         Returns:
             [`RoundMetrics`] or `None`: The metrics of the last round, in their `earlier` those of a round that was in flight;
@@ -169,11 +169,12 @@ class Rounds(ClosingRounds):
         if error is not None and id(error) != self._begun_under and not self.at_border:
             logger.error(
                 "fedavg.finish() was called while %s is on its way or being handled, %d steps into a round: the groups were not "
-                "averaged. If all ranks have come here, call it behind the `except` block.",
+                "averaged, and the federation has not ended. If all ranks have come here, call it behind the `except` block.",
                 type(error).__name__,
                 self.steps,
             )
-        elif not self.at_border:
+            return None
+        if not self.at_border:
             metrics = self.close().report()
         self.release()
         return metrics

@@ -203,6 +203,25 @@ def test_the_end_of_a_federation_waits_for_nobody_after_an_error(world4: WorkerP
     assert world4.run(ended_by_an_error, limit_seconds=20) == [[True], [True, None, False], [True], [True]]
 
 
+def ended_behind_an_error() -> Any:
+    federation = Federation(tiny_llama())
+    federation.train(draws(dist.get_rank(), 1)[0])
+    federation.rounds.count_step()
+    try:
+        raise StopIteration("the data is used up, on all ranks")
+    except StopIteration:
+        inside = federation.rounds.finish()
+    behind = federation.rounds.finish()
+    return inside, behind is not None and behind.steps, federation.state()["lm_head.weight"]
+
+
+def test_a_federation_can_be_ended_behind_the_block_of_an_error(world4: WorkerPool) -> None:
+    ranks = world4.run(ended_behind_an_error)
+    for inside, steps, weight in ranks:
+        assert inside is None and steps == 1
+        assert torch.equal(weight, ranks[0][2])
+
+
 def settings_differ() -> None:
     from hf_fedshard.config import FederationConfig
     from hf_fedshard.rounds import Rounds
