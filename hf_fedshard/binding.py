@@ -169,7 +169,7 @@ class TrainerBinding:
             if event == "on_log":
                 self._logs.average(kwargs["logs"], state.log_history)
             if self.session is not None:
-                self.session.before_event(event)
+                self.session.before_event(event, control)
             with self._logs.of_callbacks():
                 control = original(event, args, state, control, **kwargs)
             if event == "on_train_begin":

@@ -15,6 +15,7 @@ from .manifest import CheckpointError
 from .model_files import gather_adapters, write_model_files
 from .outer_checkpoint import resume_outer_state, take_outer_state
 from .rounds import Rounds
+from .seams import check_attribute
 
 
 class LoopModels:
@@ -39,12 +40,16 @@ class LoopModels:
 
     def add(self, rounds: Rounds) -> None:
         """
-        Has a model be part of the checkpoints, also when its federation is over.
+        Has a model be part of the checkpoints, also when its federation is over, until the accelerator forgets its models
+        (`free_memory`, `clear`).
 
         Args:
             rounds ([`Rounds`]):
                 What averages it; in the place of what has done so before.
         """
+        check_attribute(self.accelerator, "_models")
+        known = {id(module) for model in self.accelerator._models for module in model.modules()}
+        self.rounds = [each for each in self.rounds if id(each.model) in known or each.model is rounds.model]
         models = [each.model for each in self.rounds]
         if rounds.model in models:
             self.rounds[models.index(rounds.model)] = rounds

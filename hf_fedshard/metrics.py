@@ -28,7 +28,6 @@ class RoundMetrics:
     - Times and what is formed of them (`seconds`, `wait_seconds`, `sync_seconds`, `overlapped_seconds`, `sync_share`), and
       `lora_error`, are those of this rank. What is logged is rank 0's.
     - `bytes_sent` and `moment_bytes_sent` are those of this rank's group.
-    - With one group nothing is exchanged, so `losses` and `tokens_per_second` too are what this rank has seen.
 
     Where ranks must decide alike, decide on the others, or put the decision to a vote.
 

@@ -202,7 +202,8 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
             ops = GroupOps(mesh.group, mesh.layout.num_groups)
 
             def in_round() -> bool:
-                return not rounds.synchronous and not rounds.at_border
+                # From the first backward pass on: a gradient scaler may skip the step of one group and not that of another.
+                return not rounds.synchronous and (rounds.clock_is_set or not rounds.at_border)
 
             def inside() -> bool:
                 # At a border an evaluation is for the world; the step that comes next is the group's.

@@ -73,7 +73,7 @@ class Rounds(ClosingRounds):
     ) -> None:
         super().__init__(mesh, config, list(optimizers))
         # Only its number: an exception holds the frames that it has come through.
-        self._begun_under = id(sys.exception())
+        self._begun_under = _describe(sys.exception())
         self.model = model
         for optimizer in self.optimizers:
             drop_stale_state(optimizer)
@@ -166,7 +166,7 @@ class Rounds(ClosingRounds):
             `None` if the model was at a border already.
         """
         metrics, error = None, sys.exception()
-        if error is not None and id(error) != self._begun_under and not self.at_border:
+        if error is not None and _describe(error) != self._begun_under and not self.at_border:
             logger.error(
                 "fedavg.finish() was called while %s is on its way or being handled, %d steps into a round: the groups were not "
                 "averaged, and the federation has not ended. If all ranks have come here, call it behind the `except` block.",
@@ -209,3 +209,8 @@ class Rounds(ClosingRounds):
         """Whether this object averages a model: it, a part of it, or what is wrapped around it."""
         own = set(self.model.modules())
         return any(module in own for module in model.modules())
+
+
+def _describe(error: BaseException | None) -> tuple[int, type[BaseException], str] | None:
+    """An exception, without keeping alive what it refers to. An address alone may be that of a later one."""
+    return None if error is None else (id(error), type(error), str(error))

@@ -162,11 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     settings = {name: value for name, value in vars(options).items() if value is not None}
     try:
+        # Of several processes the environment, which completes the settings, may be another one on each node: the callback
+        # reads it, and fails on all ranks.
         if environment.launched_world_size() == 1:
             FederationConfig.from_arguments(**settings)
-        else:
-            # The environment may be another one on each node: the callback reads it, and fails on all ranks.
-            FederationConfig(**settings)
     except ValueError as error:
         parser.error(str(error))
     if not os.path.isfile(rest.script):

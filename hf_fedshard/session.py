@@ -111,14 +111,17 @@ class TrainingSession:
         # Steps are Trainer's, also where the checkpoint is of a run without groups.
         self.rounds.restore({"round": 0, **state, "steps": self.trainer.state.global_step})
 
-    def before_event(self, event: str) -> None:
+    def before_event(self, event: str, control: TrainerControl) -> None:
         """
         To be called ahead of all callbacks.
 
         Args:
             event (`str`):
                 Name of the event.
+            control (`TrainerControl`):
+                What the event comes with.
         """
+        self._borders.show_withheld(event, control)
         if event == "on_epoch_end":
             # A stream may end inside an accumulation window: the step that was begun will not be made.
             self._early_end.give_up_step()

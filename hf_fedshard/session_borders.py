@@ -170,7 +170,7 @@ class SessionBorders:
 
         Args:
             act (`Callable[[], None]`):
-                Trainer's part: does what the flags of its control say.
+                Trainer's part: does what the flags of its control say. Called once for each that is set.
         """
         trainer = self.trainer
         self.scheduled.pending = False
@@ -194,6 +194,23 @@ class SessionBorders:
                 self.requests.drop("should_save")
             self.requests.give_back(trainer.control)
             self._share()
+
+    def show_withheld(self, event: str, control: TrainerControl) -> None:
+        """
+        To be called ahead of each event: what waits is shown to the callbacks, which may withdraw it. It is done if any rank
+        still asks for it.
+
+        Args:
+            event (`str`):
+                Name of the event.
+            control (`TrainerControl`):
+                Trainer's.
+        """
+        if not self.withheld:
+            return
+        if event == "on_evaluate":
+            self.requests.drop("should_evaluate")  # it has just been done, by a callback's own call perhaps
+        self.requests.give_back(control)
 
     def hold_withheld(self, control: TrainerControl) -> None:
         """

@@ -104,7 +104,8 @@ def _held_by(optimizers: Sequence[torch.optim.Optimizer]) -> _Held:
     held = _Held()
     for index, optimizer in enumerate(optimizers):
         for place, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
-            for name, value in optimizer.state.get(param, {}).items():
+            # By name: a resumed optimizer has them in another order than a fresh one.
+            for name, value in sorted(optimizer.state.get(param, {}).items(), key=lambda item: str(item[0])):
                 if not isinstance(value, torch.Tensor):
                     continue
                 local = local_part(value)

@@ -36,12 +36,16 @@ class Ask(TrainerCallback):
             Ranks on which.
         event (`str`, *optional*, defaults to `"on_step_end"`):
             The event.
+        value (`bool`, *optional*, defaults to `True`):
+            What to. `False` withdraws what has been asked for.
     """
 
-    def __init__(self, flag: str, step: int, ranks: tuple[int, ...], event: str = "on_step_end") -> None:
+    def __init__(
+        self, flag: str, step: int, ranks: tuple[int, ...], event: str = "on_step_end", value: bool = True
+    ) -> None:
         def ask(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == step and dist.get_rank() in ranks:
-                setattr(control, flag, True)
+                setattr(control, flag, value)
 
         setattr(self, event, ask)
 
@@ -110,6 +114,21 @@ def test_requests_at_a_border(world4: WorkerPool, tmp_path: Path, own_line: bool
     assert result["logged"] == ([2, 4, 6, 8, 10, 12] if own_line else [6, 10])
     assert result["evaluated"] == [4, 8, 10]
     assert result["saved"] == [2, 8, 10]
+
+
+def test_requests_can_be_withdrawn_at_a_border(world4: WorkerPool, tmp_path: Path) -> None:
+    """A callback that has seen the log or the metrics may keep Trainer from what is due next; one rank alone may not."""
+    withdraw = (
+        partial(Ask, "should_evaluate", 2, (0, 1, 2, 3), event="on_log", value=False),
+        partial(Ask, "should_save", 4, (0, 1, 2, 3), event="on_evaluate", value=False),
+        partial(Ask, "should_save", 6, (2,), event="on_evaluate", value=False),
+    )
+    every = {"logging_strategy": "steps", "eval_strategy": "steps", "save_strategy": "steps"}
+    every |= {"logging_steps": 2, "eval_steps": 2, "save_steps": 2, "eval_samples": 6}
+    result = run_isolated(world4, str(tmp_path), max_steps=6, sync_every=2, after=withdraw, **every)
+    assert result["logged"] == [2, 4, 6]
+    assert result["evaluated"] == [4, 6]
+    assert result["saved"] == [2, 6]
 
 
 @pytest.mark.parametrize("event", ["on_log", "on_evaluate", "on_save"])

@@ -124,3 +124,26 @@ def test_either_may_end_first(world4: WorkerPool, order: tuple[int, int]) -> Non
         half[order[0]] = True
         assert found == [(own, [None, None, True]), (own, half), ([0, 1, 2, 3], [True, True, True])]
         assert not replaced
+
+
+def one_after_the_other(folder: str) -> Any:
+    pair = Pair(num_models=1)
+    pair.train(range(2))
+    pair.rounds[0].finish()
+    pair.accelerator.free_memory()
+    model = tiny_llama(seed=7)
+    model, optimizer = pair.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    pair.models, pair.optimizers = (model,), (optimizer,)
+    pair.rounds = [pair.plugin.federate(pair.accelerator, model)]
+    pair.train(range(2))
+    pair.accelerator.save_state(folder)
+    kept = pair.state()
+    pair.train(range(2, 4))
+    pair.accelerator.load_state(folder)
+    return kept, pair.state()
+
+
+def test_a_model_that_was_freed_is_in_no_checkpoint(world4: WorkerPool, tmp_path: Path) -> None:
+    for kept, loaded in world4.run(one_after_the_other, str(tmp_path / "state"), env=HSDP, init_group=False):
+        assert not differences(kept, loaded)
+    assert not (tmp_path / "state" / "model_1").exists()

@@ -272,6 +272,25 @@ def test_waiting_is_for_all_at_a_border_and_for_the_group_in_a_round(world4: Wor
     )
 
 
+def waited_after_a_skipped_step() -> list[int]:
+    """In the first step of each round a gradient scaler, say, skips the step of group 0 alone; then everyone waits."""
+    loop, borders = Loop(), []
+    for number in range(4):
+        loop.accelerator.backward(loop.model(**collate(token_samples(1))).loss)
+        if number % 2 or dist.get_rank() >= 2:
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.accelerator.wait_for_everyone()
+        if loop.rounds.step() is not None:
+            borders.append(number)
+    return borders
+
+
+def test_waiting_in_a_step_that_one_group_skips_is_for_the_group(world4: WorkerPool) -> None:
+    env = fsdp_launch_env(2, 2)
+    assert world4.run(waited_after_a_skipped_step, env=env, init_group=False, limit_seconds=60) == [[1, 3]] * 4
+
+
 def rounds_of_one_number() -> list[tuple[float, float]]:
     """A round is begun, and begins again under the same number, after a pause: of a model put back, and of a border."""
     loop = Loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import pytest
 import transformers.trainer
 
 from hf_fedshard import FederationConfig, UpstreamChangedError
-from hf_fedshard.run import describe_arguments, federate_trainers, make_parser
+from hf_fedshard.run import describe_arguments, federate_trainers, main, make_parser
 from tests.harness.folders import save_tiny_model, sentences, write_rows
 from tests.harness.launch import LaunchResult, accelerate_launch, child_env
 
@@ -64,6 +65,14 @@ def test_lists_and_texts_are_options() -> None:
     (options, _) = make_parser().parse_args_into_dataclasses([*given, "script.py"])
     assert {name: value for name, value in vars(options).items() if value is not None} == words
     FederationConfig.from_arguments(**words)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_environment_completes_the_options(num_processes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = {"FEDSHARD_MAX_DRIFT": "0.01", "WORLD_SIZE": str(num_processes)}
+    with mock.patch.dict(os.environ, variables), pytest.raises(SystemExit):
+        main(["--sync_every", "drift", "missing.py"])
+    assert "there is no script 'missing.py'" in capsys.readouterr().err
 
 
 def test_default_callbacks_are_put_back() -> None:
