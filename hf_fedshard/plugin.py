@@ -201,16 +201,16 @@ class FederatedFSDPPlugin(FullyShardedDataParallelPlugin):
         if mesh.layout.num_groups > 1:
             ops = GroupOps(mesh.group, mesh.layout.num_groups)
 
-            def in_round() -> bool:
-                # From the first backward pass on: a gradient scaler may skip the step of one group and not that of another.
-                return not rounds.synchronous and (rounds.clock_is_set or not rounds.at_border)
-
             def inside() -> bool:
                 # At a border an evaluation is for the world; the step that comes next is the group's.
-                return in_round() or (not rounds.synchronous and model.training)
+                return not rounds.synchronous and (not rounds.at_border or model.training)
 
-            # No step waits for everyone: at a border that is asked for where all are to see what one of them has written.
-            in_group = keep_in_group(accelerator, ops, inside, waits_inside=in_round)
+            def waits_inside() -> bool:
+                # At a border everyone is waited for where all are to see what one of them has written, in either mode. Not once
+                # a step has begun, which a gradient scaler may skip in one group and not in another.
+                return inside() and (not rounds.at_border or rounds.clock_is_set)
+
+            in_group = keep_in_group(accelerator, ops, inside, waits_inside=waits_inside)
             rounds.when_finished(in_group.undo)
             rounds.when_finished(tie_to_rounds(accelerator, rounds).undo)
         return rounds

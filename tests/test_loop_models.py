@@ -126,6 +126,24 @@ def test_either_may_end_first(world4: WorkerPool, order: tuple[int, int]) -> Non
         assert not replaced
 
 
+def evaluated_after_one_has_trained() -> Any:
+    """The second alone is trained, to a border; the first, at its border ever since, has seen the backward passes too."""
+    pair = Pair()
+    for step in range(2):
+        batch = collate(token_samples(1, seed=100 * step + dist.get_rank()))
+        pair.accelerator.backward(pair.models[1](**batch).loss)
+        pair.optimizers[1].step()
+        pair.optimizers[1].zero_grad()
+        pair.rounds[1].step()
+    for model in pair.models:
+        model.eval()
+    return pair.accelerator.gather(torch.tensor([dist.get_rank()])).tolist()
+
+
+def test_an_evaluation_at_both_borders_is_for_the_world(world4: WorkerPool) -> None:
+    assert world4.run(evaluated_after_one_has_trained, env=HSDP, init_group=False) == [[0, 1, 2, 3]] * 4
+
+
 def one_after_the_other(folder: str) -> Any:
     pair = Pair(num_models=1)
     pair.train(range(2))
